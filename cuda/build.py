@@ -49,6 +49,7 @@ class Options:
     output: Path
     build_dir: Path
     debug: bool
+    line_info: bool
     glibc: str | None
 
 
@@ -59,12 +60,12 @@ def compile_flags(options: Options) -> list[str]:
     return [
         "-std=c++17",
         "-O3",
-        "-lineinfo",
         *targets,
         "-Xptxas=-v",
         f"-Xcompiler={HOST_FLAGS}",
         f'-DHOTPAGE_ARCHITECTURES="{names}"',
         *(["-DHOTPAGE_DEBUG"] if options.debug else []),
+        *(["-lineinfo"] if options.line_info else []),
     ]
 
 
@@ -222,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=LIBRARY)
     parser.add_argument("--build-dir", type=Path, default=BUILD_DIR)
     parser.add_argument("--debug", action="store_true", help="compile the device traps in")
+    parser.add_argument("--line-info", action="store_true", help="source lines for profilers")
     parser.add_argument("--remove", action="store_true", help="remove the built library and stop")
     args = parser.parse_args(argv)
     if args.remove:
@@ -229,7 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         images = tuple(args.image or IMAGES)
-        build(Options(images, args.output, args.build_dir, args.debug, glibc_target()))
+        options = Options(
+            images, args.output, args.build_dir, args.debug, args.line_info, glibc_target()
+        )
+        build(options)
     except BuildError as error:
         print(f"cuda/build.py: error: {error}", file=sys.stderr)
         return 1
