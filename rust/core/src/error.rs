@@ -165,6 +165,12 @@ pub enum ProtocolFault {
         /// The id in the event.
         block: BlockId,
     },
+    /// A host block was handed out although a page or a transfer still uses it.
+    #[error("host block {block} was handed out although a page or a transfer still uses it")]
+    HostBlockHeld {
+        /// The id in the event.
+        block: HostBlockId,
+    },
     /// Pages must be appended in order.
     #[error("request {request} got page {got}, expected page {expected}")]
     PageOutOfOrder {

@@ -9,11 +9,21 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 pub mod config;
+pub mod coordinator;
 pub mod error;
 pub mod geometry;
+pub mod hot;
 pub mod ids;
+pub mod lease;
+pub mod lru;
 pub mod page;
 pub mod replay;
+pub mod request;
+pub mod residency;
+pub mod spill;
+pub mod stats;
 pub mod step;
+
+pub use coordinator::Coordinator;
 
 pub use error::{Error, Result};

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns replay plans: which batch rows verify which request, and what a rejection drops.
 
+use crate::ids::RequestId;
+
 /// Verification rows of one step, in batch order, in the shape that a captured graph reads.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReplayPlan {
@@ -40,5 +42,34 @@ impl ReplayPlan {
             list.clear();
         }
         self.row_provisional.clear();
+    }
+
+    /// Adds the `rows` verification rows of a request, the first one at `position`; all but the
+    /// first are drafts.
+    ///
+    /// The union of q rows has at most q x top-k host rows, and no more than there are tokens.
+    pub(crate) fn push(&mut self, request: RequestId, position: u32, rows: u32, top_k: u32) {
+        // OK because ids and positions are bounded by i32 block counts and model lengths.
+        let request = request.0 as i32;
+        if self.first_row.is_empty() {
+            self.first_row.push(0);
+        }
+        for row in 0..rows {
+            self.row_request.push(request);
+            self.row_position.push((position + row) as i32);
+            self.row_provisional.push(u8::from(row > 0));
+        }
+        let bound = rows.saturating_mul(top_k).min(position + rows);
+        self.request.push(request);
+        self.union_bound.push(bound as i32);
+        self.first_row.push(self.row_request.len() as i32);
+    }
+
+    /// Notes that rows from `position` on, written by the last step, were rejected: whatever was
+    /// derived from them must not be found again.
+    pub(crate) fn push_rejection(&mut self, request: RequestId, position: u32, rows: u32) {
+        self.dropped_request.push(request.0 as i32);
+        self.dropped_position.push(position as i32);
+        self.dropped_rows.push(rows as i32);
     }
 }

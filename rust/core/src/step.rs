@@ -3,8 +3,10 @@
 //! Lists are flat and id arrays are `i32`, so that Python reads them without a copy.
 
 use crate::error::Pool;
-use crate::ids::{PageIndex, RequestId, TransferId};
+use crate::ids::{PageIndex, RequestId};
 use crate::replay::ReplayPlan;
+
+pub use crate::spill::{TransferAck, TransferKind};
 
 /// Where the first pages of a request come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,15 +69,6 @@ pub struct PoolLevels {
     pub gpu_free: u32,
     /// Free host blocks, evictable prefix blocks counted.
     pub host_free: u32,
-}
-
-/// Acknowledgements of one transfer by this many ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TransferAck {
-    /// The transfer.
-    pub transfer: TransferId,
-    /// Ranks that said so in this batch.
-    pub count: u32,
 }
 
 /// How an import ended.
@@ -167,34 +160,6 @@ impl core::fmt::Display for Refusal {
             Self::NeverFits { pool, need, total } => {
                 write!(f, "{pool} has {total} blocks, {need} are needed")
             }
-        }
-    }
-}
-
-/// What a transfer does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum TransferKind {
-    /// Copy a page GPU to host.
-    Spill = 0,
-    /// Move nothing: acknowledge that every row of the page was mirrored.
-    Mirrored = 1,
-    /// Copy rows host to GPU.
-    Restore = 2,
-    /// Copy a page host to host, `source_host_block` to `host_block`.
-    HostCopy = 3,
-}
-
-impl TransferKind {
-    /// The kind with this number.
-    #[must_use]
-    pub const fn from_u8(value: u8) -> Option<Self> {
-        match value {
-            0 => Some(Self::Spill),
-            1 => Some(Self::Mirrored),
-            2 => Some(Self::Restore),
-            3 => Some(Self::HostCopy),
-            _ => None,
         }
     }
 }

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owns the end of a request: what is unpinned, what is freed, what is still to be published.
+
+use super::Coordinator;
+use crate::error::{ProtocolFault, Result};
+use crate::ids::{PageIndex, RequestId};
+use crate::page::PageState;
+use crate::request::Phase;
+use crate::step::{FreePlan, FreeReason};
+
+impl Coordinator {
+    /// A request leaves. `plan` says what to do with its GPU blocks; its host blocks are the
+    /// engine's to free after `plan.publish_pages` pages were published. Blocks that belong to
+    /// transfers in flight are leased beyond this call.
+    ///
+    /// Blocks are listed tail first, so that the start of a prefix stays readable longest.
+    ///
+    /// # Errors
+    /// `UnknownRequest`; `WrongPageState` while an import writes the request's host blocks: end
+    /// the import first. Nothing has changed then.
+    pub fn on_freed(
+        &mut self,
+        request: RequestId,
+        reason: FreeReason,
+        plan: &mut FreePlan,
+    ) -> Result<()> {
+        self.check_running()?;
+        let state = self.live(request)?;
+        if state.import_tokens.is_some() {
+            return Err(ProtocolFault::WrongPageState { request, page: PageIndex(0) }.into());
+        }
+        *plan = FreePlan::default();
+        let publish = reason != FreeReason::Preempted;
+        if publish {
+            plan.publish_pages = state.durable_prefix;
+        }
+        let mut fresh = 0;
+        if let Some(state) = self.slot(request) {
+            state.phase = Phase::Draining { publish };
+            if publish {
+                fresh = plan.publish_pages.saturating_sub(state.published);
+                state.published = state.published.max(plan.publish_pages);
+            }
+        }
+        self.stats.pages_published += u64::from(fresh);
+        let released = self.released_gpu;
+        self.leave_pages(request, publish, plan);
+        // The engine carries this plan out at once, so its pools count these blocks.
+        self.released_gpu = released;
+        self.drop_queued(request);
+        let Some(state) = self.slot(request) else { return Ok(()) };
+        if let Some(lease) = state.hot.take() {
+            lease.release(&mut plan.free_gpu);
+        }
+        let hosts = core::mem::take(&mut state.host_blocks);
+        plan.retired = state.num_transfers == 0;
+        for block in hosts {
+            self.remove_host_user(block);
+        }
+        self.lru.remove(request);
+        self.num_live -= 1;
+        match reason {
+            FreeReason::Preempted => self.stats.preempted += 1,
+            FreeReason::Finished | FreeReason::Aborted => self.stats.finished += 1,
+        }
+        if plan.retired {
+            self.requests[request.index()] = None;
+        }
+        Ok(())
+    }
+
+    /// Stops for good: releases every lease that is left into `plan`. Later events are refused.
+    /// Calling it again changes nothing.
+    pub fn shutdown(&mut self, plan: &mut FreePlan, free_host: &mut Vec<i32>) {
+        *plan = FreePlan::default();
+        if self.shut_down {
+            return;
+        }
+        self.shut_down = true;
+        for transfer in self.transfers.drain() {
+            if let Some(lease) = transfer.gpu_lease {
+                lease.release(&mut plan.free_gpu);
+            }
+            if let Some(lease) = transfer.host_lease {
+                lease.release(free_host);
+            }
+        }
+        for state in self.requests.drain(..).flatten() {
+            let mut state = state;
+            if let Some(lease) = state.hot.take() {
+                lease.release(&mut plan.free_gpu);
+            }
+            for (_, lease) in core::mem::take(&mut state.drained) {
+                lease.release(free_host);
+            }
+            if state.phase == Phase::Live {
+                for (page, &id) in (0_u32..).map(PageIndex).zip(&state.residences) {
+                    if state.state(page).is_some_and(PageState::holds_blocks) {
+                        plan.free_gpu.extend_from_slice(self.residences.blocks(id));
+                    }
+                }
+                free_host.extend(state.host_blocks.iter().copied().filter(|&block| block != 0));
+            }
+        }
+        plan.free_gpu.append(&mut self.pending.free_gpu);
+        plan.unpin_gpu.append(&mut self.pending.unpin_gpu);
+        free_host.append(&mut self.pending.free_host);
+    }
+
+    fn leave_pages(&mut self, request: RequestId, publish: bool, plan: &mut FreePlan) {
+        let Some(state) = self.slot(request) else { return };
+        let published = state.published;
+        let residences = core::mem::take(&mut state.residences);
+        let states = state.states().to_vec();
+        for (page, (&page_state, &id)) in states.iter().zip(&residences).enumerate().rev() {
+            if id.is_none() {
+                continue;
+            }
+            self.residences.remove_reader(id, request);
+            // Others can find the copy by its host block if that is published or will be.
+            let findable = (page as u32) < published
+                || (publish
+                    && matches!(
+                        page_state,
+                        PageState::Spilling
+                            | PageState::Enqueued
+                            | PageState::Clean
+                            | PageState::Unpinned
+                    ));
+            if page_state.holds_blocks() {
+                let left = self.drop_holder(id);
+                let read = self.residences.get(id).is_some_and(|r| !r.readers.is_empty());
+                if left == 0 && (findable || read) {
+                    plan.unpin_gpu.extend_from_slice(self.residences.blocks(id));
+                } else {
+                    plan.free_gpu.extend_from_slice(self.residences.blocks(id));
+                }
+                if left == 0 && !findable && !read {
+                    self.residences.remove(id);
+                }
+            } else {
+                let unused =
+                    self.residences.get(id).is_some_and(|r| r.holders == 0 && r.readers.is_empty());
+                if unused && !findable {
+                    self.residences.remove(id);
+                }
+            }
+        }
+    }
+
+    /// Takes the request off every list of work for the next plan.
+    fn drop_queued(&mut self, request: RequestId) {
+        let pending = &mut self.pending;
+        pending.adopt.retain(|r| *r != request);
+        pending.release.retain(|r| *r != request);
+        pending.restores.retain(|(r, ..)| *r != request);
+        pending.replan.retain(|(r, _)| *r != request);
+        // OK because request ids are below 2^31: there are fewer requests than GPU blocks.
+        pending.lost_pages.retain(|(r, _)| *r != request.0 as i32);
+        pending.publish.retain(|r| *r != request);
+        let copies = core::mem::take(&mut pending.host_copies);
+        for (owner, page, source) in copies {
+            if owner == request {
+                // The copy is not made; the hold on its source ends here.
+                self.remove_host_user(source.0);
+                self.pending.free_host.push(source.0);
+            } else {
+                self.pending.host_copies.push((owner, page, source));
+            }
+        }
+        if let Some(state) = self.slot(request) {
+            state.publish_queued = false;
+        }
+    }
+}

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owns the per-step decisions: what is copied, who gives up residency, who gets it back.
+
+use super::Coordinator;
+use crate::config::HostCopy;
+use crate::error::{Pool, ProtocolFault, Result};
+use crate::ids::{HostBlockId, PageIndex, RequestId};
+use crate::page::{PageEvent, PageState};
+use crate::step::{PoolLevels, Refusal, Scheduled, StepPlan};
+
+impl Coordinator {
+    /// Builds the plan of the coming forward pass into `plan`, whose memory is used again.
+    ///
+    /// `scheduled` is the batch in its order; `levels` are the pools after this step's
+    /// allocations. Cost: O(scheduled requests) plus what changed since the last plan.
+    ///
+    /// # Errors
+    /// Protocol faults for unknown or repeated requests, tokens past the allocated pages, writes
+    /// to pages that are not writable, and host-only pages without a hot region; nothing has
+    /// changed then and `plan` is empty.
+    pub fn build_step_plan(
+        &mut self,
+        scheduled: &[Scheduled],
+        levels: PoolLevels,
+        plan: &mut StepPlan,
+    ) -> Result<()> {
+        plan.clear();
+        self.check_running()?;
+        self.check_scheduled(scheduled)?;
+        self.step += 1;
+        plan.step = self.step;
+        plan.recycled_host_blocks.append(&mut self.pending.recycled_host_blocks);
+        self.adopt_copies();
+        self.plan_queued_transfers(plan);
+        let available = levels.gpu_free.saturating_add(self.released_gpu);
+        let room = available.saturating_sub(self.config.watermark().saturating_mul(2));
+        let mut room = if self.config.transition { room } else { 0 };
+        self.release_granted();
+        for item in scheduled {
+            self.advance(item, plan);
+            room = self.regain_residency(item.request, room, plan);
+            self.package_residency(item.request, plan);
+            // One confirmed token and its drafts are verification rows; the tokens of a prefill
+            // chunk read staged pages and have no rows here.
+            if item.num_scheduled_tokens == item.num_draft_tokens + 1 {
+                let rows = item.num_scheduled_tokens;
+                plan.replay.push(item.request, item.num_computed_tokens, rows, self.config.top_k);
+            }
+        }
+        self.relieve_pressure(levels, plan);
+        self.flush(plan);
+        Ok(())
+    }
+
+    fn check_scheduled(&mut self, scheduled: &[Scheduled]) -> Result<()> {
+        let stamp = self.next_stamp();
+        let block_size = self.config.block_size;
+        for item in scheduled {
+            let request = item.request;
+            self.stamp_request(request, stamp)?;
+            let state = self.live(request)?;
+            let start = item.num_computed_tokens;
+            let tokens = u64::from(start) + u64::from(item.num_scheduled_tokens);
+            let capacity = u64::from(state.num_pages()) * u64::from(block_size);
+            if tokens > capacity || item.num_draft_tokens > item.num_scheduled_tokens {
+                return Err(ProtocolFault::ScheduledPastPages { request, tokens, capacity }.into());
+            }
+            if state.import_tokens.is_some() {
+                return Err(ProtocolFault::WrongPageState { request, page: PageIndex(0) }.into());
+            }
+            // OK because tokens is at most capacity, which the page count bounds.
+            let end = tokens.div_ceil(u64::from(block_size)) as u32;
+            for page in (start / block_size..end).map(PageIndex) {
+                if state.state(page) != Some(PageState::Dirty) {
+                    return Err(ProtocolFault::WrongPageState { request, page }.into());
+                }
+            }
+            let reads_host =
+                state.count(PageState::HostOnly) + state.count(PageState::Unpinned) > 0;
+            if reads_host && !state.hot.is_held() {
+                return Err(ProtocolFault::HotRegionMissing { request }.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Shares readable GPU copies with requests that were admitted onto a host prefix. Such a
+    /// request reads through its hot region anyway, so it takes no lease: the copies stay
+    /// unpinned, and whoever is admitted next may have the blocks.
+    fn adopt_copies(&mut self) {
+        for request in core::mem::take(&mut self.pending.adopt) {
+            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut)
+            else {
+                continue;
+            };
+            for page in (0..state.num_pages()).map(PageIndex) {
+                if state.state(page) != Some(PageState::HostOnly) {
+                    continue;
+                }
+                let host = HostBlockId(state.host_blocks[page.index()]);
+                let id = self.residences.of_host_block(host);
+                let Some(residence) = self.residences.get_mut(id) else { continue };
+                if state.apply(request, page, PageEvent::Adopted).is_ok() {
+                    residence.readers.push(request);
+                    state.residences[page.index()] = id;
+                    state.mark_changed(page);
+                    self.stats.pages_adopted += 1;
+                }
+            }
+        }
+    }
+
+    /// Host copies come first: a restore may read what they write.
+    fn plan_queued_transfers(&mut self, plan: &mut StepPlan) {
+        for (request, page, source) in core::mem::take(&mut self.pending.host_copies) {
+            self.plan_host_copy(request, page, source, plan);
+        }
+        for (request, page, rows) in core::mem::take(&mut self.pending.restores) {
+            self.plan_restore(request, page, rows, plan);
+        }
+        for (request, page) in core::mem::take(&mut self.pending.replan) {
+            self.plan_spill(request, page, false, plan);
+        }
+    }
+
+    /// Requests with a fresh hot region give up all pages that may go.
+    fn release_granted(&mut self) {
+        for request in core::mem::take(&mut self.pending.release) {
+            let Ok(state) = self.live(request) else { continue };
+            for page in (0..state.tail_start()).map(PageIndex) {
+                self.try_release(request, page);
+            }
+        }
+    }
+
+    /// Seals pages that this step fills, releases pages that left the tail, notes rejections.
+    fn advance(&mut self, item: &Scheduled, plan: &mut StepPlan) {
+        let request = item.request;
+        self.lru.touch(request);
+        let block_size = self.config.block_size;
+        let written = item.num_computed_tokens + item.num_scheduled_tokens;
+        let confirmed =
+            (written - item.num_draft_tokens).saturating_sub(self.config.num_reprefillable_tokens);
+        let Some(state) = self.slot(request) else { return };
+        let rejected = state.expected_tokens.saturating_sub(item.num_computed_tokens);
+        if rejected > 0 && state.expected_tokens > 0 {
+            plan.replay.push_rejection(request, item.num_computed_tokens, rejected);
+        }
+        state.expected_tokens = written;
+        state.confirmed_tokens = confirmed;
+        let (sealed, target) = (state.sealed, confirmed / block_size);
+        state.sealed = sealed.max(target);
+        let (tail_seen, tail_start) = (state.tail_seen, state.tail_start());
+        state.tail_seen = tail_start;
+        self.stats.rows_rejected += u64::from(rejected);
+        if self.config.host_copy != HostCopy::None {
+            for page in (sealed..target).map(PageIndex) {
+                let after_forward = (page.0 + 1) * block_size > item.num_computed_tokens;
+                self.plan_spill(request, page, after_forward, plan);
+            }
+        }
+        for page in (tail_seen..tail_start).map(PageIndex) {
+            self.try_release(request, page);
+        }
+    }
+
+    /// Pins the pages of a request again when there is ample room, and gives its hot region back
+    /// once it has been fully resident for a while. Returns the room that is left.
+    fn regain_residency(&mut self, request: RequestId, room: u32, plan: &mut StepPlan) -> u32 {
+        let groups = self.config.num_kv_groups;
+        let step = self.step;
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+            return room;
+        };
+        if !state.hot.is_held() {
+            return room;
+        }
+        if state.is_fully_resident() {
+            if room == 0 {
+                state.full_since = 0;
+            } else if state.full_since == 0 {
+                state.full_since = step;
+            } else if step - state.full_since >= u64::from(self.config.hot_return_steps) {
+                state.full_since = 0;
+                if let Some(lease) = state.hot.take() {
+                    self.released_gpu += self.config.hot_region_blocks();
+                    lease.release(&mut self.pending.free_gpu);
+                    plan.hot_regions_returned.push(request.0 as i32);
+                    self.stats.hot_regions_returned += 1;
+                }
+            }
+            return room;
+        }
+        state.full_since = 0;
+        let unpinned = state.count(PageState::Unpinned);
+        let cost = unpinned.saturating_mul(groups);
+        // A page whose copy is not complete may still turn out lost; it is pinned only after.
+        if unpinned == 0 || state.count(PageState::HostOnly) > 0 || cost >= room {
+            return room;
+        }
+        for page in (0..state.num_pages()).map(PageIndex) {
+            if state.state(page) != Some(PageState::Unpinned) || !state.is_durable(page) {
+                continue;
+            }
+            let id = state.residences[page.index()];
+            if state.apply(request, page, PageEvent::Repinned).is_ok() {
+                plan.touch_gpu.extend_from_slice(self.residences.blocks(id));
+                if let Some(residence) = self.residences.get_mut(id) {
+                    residence.holders += 1;
+                }
+                self.stats.pages_repinned += 1;
+            }
+        }
+        room - cost
+    }
+
+    /// The worker's residency row: all resident pages once, then changes only.
+    fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+            return;
+        };
+        let groups = self.config.num_kv_groups as usize;
+        // OK because ids and pages are bounded by i32 block counts.
+        let id = request.0 as i32;
+        let list = &mut plan.residency;
+        if !state.announced {
+            state.announced = true;
+            list.cleared.push(id);
+            for (page, &residence) in state.residences.iter().enumerate() {
+                if !residence.is_none() {
+                    list.request.push(id);
+                    list.page.push(page as i32);
+                    list.blocks.extend_from_slice(self.residences.blocks(residence));
+                }
+            }
+        } else {
+            for &page in &state.changed {
+                list.request.push(id);
+                list.page.push(page as i32);
+                let residence = state.residences[page as usize];
+                if residence.is_none() {
+                    list.blocks.extend(core::iter::repeat_n(0, groups));
+                } else {
+                    list.blocks.extend_from_slice(self.residences.blocks(residence));
+                }
+            }
+            state.clear_changed();
+        }
+        if state.hot.announce() {
+            plan.hot_regions.request.push(id);
+            plan.hot_regions.blocks.extend_from_slice(state.hot.blocks());
+        }
+        let reads_host = state.count(PageState::HostOnly) > 0;
+        plan.all_context_resident &= !reads_host;
+    }
+
+    /// Under pressure, least recently scheduled requests give up residency first: those in a
+    /// spell of full residency release their pages at once, others are asked to take a hot
+    /// region, if that frees more blocks than it costs.
+    fn relieve_pressure(&mut self, levels: PoolLevels, plan: &mut StepPlan) {
+        self.num_hot_wanted = 0;
+        let available = levels.gpu_free.saturating_add(self.released_gpu);
+        let watermark = self.config.watermark();
+        if !self.config.transition || available >= watermark {
+            return;
+        }
+        let mut deficit = i64::from(watermark - available);
+        let mut budget = levels.gpu_free;
+        let region = self.config.hot_region_blocks();
+        let groups = self.config.num_kv_groups;
+        let mut ends_spell = Vec::new();
+        for request in self.lru.iter() {
+            if deficit <= 0 {
+                break;
+            }
+            let Ok(state) = self.live(request) else { continue };
+            let gain = state.num_releasable().saturating_mul(groups);
+            if state.hot.is_held() {
+                if state.full_since != 0 && gain > 0 {
+                    deficit -= i64::from(gain);
+                    ends_spell.push(request);
+                }
+                continue;
+            }
+            if gain <= region {
+                continue;
+            }
+            if budget < region {
+                let free = levels.gpu_free;
+                let reclaiming = !self.transfers.is_empty();
+                let refusal = Refusal::Short { pool: Pool::Gpu, need: region, free, reclaiming };
+                plan.refusals.push((request.0 as i32, refusal));
+                continue;
+            }
+            budget -= region;
+            deficit -= i64::from(gain) - i64::from(region);
+            plan.hot_regions_wanted.push(request.0 as i32);
+            self.num_hot_wanted += 1;
+        }
+        for request in ends_spell {
+            if let Some(state) = self.slot(request) {
+                state.full_since = 0;
+            }
+            self.pending.release.push(request);
+        }
+        self.release_granted();
+    }
+
+    fn flush(&mut self, plan: &mut StepPlan) {
+        for request in core::mem::take(&mut self.pending.publish) {
+            let Some(state) = self.slot(request) else { continue };
+            state.publish_queued = false;
+            let (from, to) = (state.published, state.durable_prefix);
+            if to > from {
+                state.published = to;
+                plan.publish.request.push(request.0 as i32);
+                plan.publish.num_pages.push(to as i32);
+                self.stats.pages_published += u64::from(to - from);
+            }
+        }
+        plan.unpin_gpu.append(&mut self.pending.unpin_gpu);
+        plan.free_gpu.append(&mut self.pending.free_gpu);
+        plan.free_host.append(&mut self.pending.free_host);
+        plan.lost_pages.append(&mut self.pending.lost_pages);
+        for request in core::mem::take(&mut self.pending.retired) {
+            plan.retired.push(request.0 as i32);
+            self.requests[request.index()] = None;
+        }
+        self.released_gpu = 0;
+    }
+}

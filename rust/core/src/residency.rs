@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owns which GPU blocks hold which page, and which requests read them.
+//!
+//! A *residence* is the G GPU blocks that hold one page's rows. Requests with a common prefix
+//! share it: some hold it (they have a lease), others only read it. It ends when the pool hands
+//! out one of its blocks, or when nobody can find it any more.
+
+use smallvec::SmallVec;
+
+use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId};
+
+/// Index of a residence; `NONE` where a page has no GPU blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ResidenceId(u32);
+
+impl ResidenceId {
+    /// No GPU blocks.
+    pub const NONE: Self = Self(u32::MAX);
+
+    /// True for `NONE`.
+    #[must_use]
+    pub const fn is_none(self) -> bool {
+        self.0 == u32::MAX
+    }
+
+    const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What is known of one residence besides its blocks.
+#[derive(Debug, Clone)]
+pub struct Residence {
+    /// Host block with the same rows; null without a host pool.
+    pub host_block: HostBlockId,
+    /// Position of the page, the same for every reader because they share the prefix.
+    pub page: PageIndex,
+    /// Leases of requests and transfers.
+    pub holders: u32,
+    /// Requests whose residency table names the blocks.
+    pub readers: SmallVec<[RequestId; 2]>,
+}
+
+/// All residences, with the two ways to find one: by GPU block and by host block.
+#[derive(Debug, Clone)]
+pub struct Residences {
+    num_groups: usize,
+    blocks: Vec<i32>,
+    entries: Vec<Option<Residence>>,
+    vacant: Vec<u32>,
+    of_block: Vec<u32>,
+    of_host_block: Vec<u32>,
+}
+
+impl Residences {
+    /// An empty table for pools of these sizes.
+    #[must_use]
+    pub fn new(num_groups: u32, gpu_blocks: u32, host_blocks: u32) -> Self {
+        Self {
+            num_groups: num_groups as usize,
+            blocks: Vec::new(),
+            entries: Vec::new(),
+            vacant: Vec::new(),
+            of_block: vec![u32::MAX; gpu_blocks as usize],
+            of_host_block: vec![u32::MAX; host_blocks as usize],
+        }
+    }
+
+    /// Residences alive.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len() - self.vacant.len()
+    }
+
+    /// True if no residence is alive.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Alive residences.
+    pub fn iter(&self) -> impl Iterator<Item = (ResidenceId, &Residence)> {
+        (0_u32..).zip(&self.entries).filter_map(|(id, e)| Some((ResidenceId(id), e.as_ref()?)))
+    }
+
+    /// Makes `blocks` the residence of a page, held and read by `request`. It becomes findable by
+    /// host block unless another residence of that host block is.
+    pub fn insert(
+        &mut self,
+        blocks: &[i32],
+        host_block: HostBlockId,
+        page: PageIndex,
+        request: RequestId,
+    ) -> ResidenceId {
+        debug_assert_eq!(blocks.len(), self.num_groups);
+        let mut readers = SmallVec::new();
+        readers.push(request);
+        let entry = Residence { host_block, page, holders: 1, readers };
+        let id = match self.vacant.pop() {
+            Some(id) => {
+                self.entries[id as usize] = Some(entry);
+                let at = id as usize * self.num_groups;
+                self.blocks[at..at + self.num_groups].copy_from_slice(blocks);
+                id
+            }
+            None => {
+                // OK because there are fewer residences than GPU blocks, whose ids are i32.
+                let id = self.entries.len() as u32;
+                self.entries.push(Some(entry));
+                self.blocks.extend_from_slice(blocks);
+                id
+            }
+        };
+        for &block in blocks {
+            if let Some(slot) = self.of_block.get_mut(index_of(block)) {
+                *slot = id;
+            }
+        }
+        if !host_block.is_null() {
+            if let Some(slot) = self.of_host_block.get_mut(index_of(host_block.0)) {
+                if *slot == u32::MAX {
+                    *slot = id;
+                }
+            }
+        }
+        ResidenceId(id)
+    }
+
+    /// The residence, if it is alive.
+    #[must_use]
+    pub fn get(&self, id: ResidenceId) -> Option<&Residence> {
+        self.entries.get(id.index())?.as_ref()
+    }
+
+    /// The residence, if it is alive.
+    pub fn get_mut(&mut self, id: ResidenceId) -> Option<&mut Residence> {
+        self.entries.get_mut(id.index())?.as_mut()
+    }
+
+    /// Its blocks `[G]`; empty for `NONE`.
+    #[must_use]
+    pub fn blocks(&self, id: ResidenceId) -> &[i32] {
+        if id.is_none() {
+            return &[];
+        }
+        let at = id.index() * self.num_groups;
+        self.blocks.get(at..at + self.num_groups).unwrap_or(&[])
+    }
+
+    /// The residence that a GPU block belongs to.
+    #[must_use]
+    pub fn of_block(&self, block: BlockId) -> ResidenceId {
+        match self.of_block.get(index_of(block.0)) {
+            Some(&id) => ResidenceId(id),
+            None => ResidenceId::NONE,
+        }
+    }
+
+    /// The readable GPU copy of a host block.
+    #[must_use]
+    pub fn of_host_block(&self, block: HostBlockId) -> ResidenceId {
+        match self.of_host_block.get(index_of(block.0)) {
+            Some(&id) => ResidenceId(id),
+            None => ResidenceId::NONE,
+        }
+    }
+
+    /// Removes a residence; its blocks and host block no longer lead to it.
+    pub fn remove(&mut self, id: ResidenceId) -> Option<Residence> {
+        let entry = self.entries.get_mut(id.index())?.take()?;
+        let at = id.index() * self.num_groups;
+        for &block in &self.blocks[at..at + self.num_groups] {
+            if let Some(slot) = self.of_block.get_mut(index_of(block)) {
+                if *slot == id.0 {
+                    *slot = u32::MAX;
+                }
+            }
+        }
+        if let Some(slot) = self.of_host_block.get_mut(index_of(entry.host_block.0)) {
+            if *slot == id.0 {
+                *slot = u32::MAX;
+            }
+        }
+        self.vacant.push(id.0);
+        Some(entry)
+    }
+
+    /// The host block gets other contents: its residence cannot be found by it any more, and
+    /// ends if nobody holds or reads it.
+    pub fn forget_host_block(&mut self, block: HostBlockId) {
+        let id = self.of_host_block(block);
+        let Some(entry) = self.get(id) else { return };
+        if entry.holders == 0 && entry.readers.is_empty() {
+            self.remove(id);
+        } else if let Some(slot) = self.of_host_block.get_mut(index_of(block.0)) {
+            *slot = u32::MAX;
+        }
+    }
+
+    /// Takes `request` off the readers. The caller decides whether the residence stays.
+    pub fn remove_reader(&mut self, id: ResidenceId, request: RequestId) {
+        if let Some(entry) = self.get_mut(id) {
+            entry.readers.retain(|reader| *reader != request);
+        }
+    }
+}
+
+fn index_of(block: i32) -> usize {
+    // OK because negative ids are refused where they enter; usize::MAX is out of any table.
+    usize::try_from(block).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bookkeeping_of_a_page_beyond_its_block_ids_fits_into_64_bytes() {
+        // Residence entry, plus what a request keeps for each page: host block, residence id,
+        // state and three bits.
+        let per_page = size_of::<Option<Residence>>() + size_of::<u32>() + 1 + 1;
+        assert!(per_page <= 64, "{per_page} bytes");
+    }
+
+    #[test]
+    fn a_recycled_host_block_ends_a_copy_that_nobody_reads() {
+        let mut table = Residences::new(2, 10, 10);
+        let id = table.insert(&[3, 4], HostBlockId(7), PageIndex(0), RequestId(1));
+        assert_eq!(table.of_host_block(HostBlockId(7)), id);
+        table.forget_host_block(HostBlockId(7));
+        assert!(table.get(id).is_some(), "its holder still reads it");
+        assert!(table.of_host_block(HostBlockId(7)).is_none());
+
+        let other = table.insert(&[5, 6], HostBlockId(8), PageIndex(0), RequestId(1));
+        table.remove_reader(other, RequestId(1));
+        table.get_mut(other).unwrap().holders = 0;
+        table.forget_host_block(HostBlockId(8));
+        assert!(table.get(other).is_none());
+        assert!(table.of_block(BlockId(5)).is_none());
+    }
+}
