@@ -109,20 +109,38 @@ impl RequestInterner {
         Some(request)
     }
 
-    /// Lets an unbound id be used again.
+    /// Lets unbound ids be used again.
     ///
     /// # Errors
-    /// `RequestInUse` while its name is bound, `UnknownRequest` if it is not in use; nothing has
-    /// changed then.
-    pub fn retire(&mut self, request: RequestId) -> Result<()> {
-        match self.slots.get_mut(request.index()) {
-            Some(Slot::Bound(_)) => Err(ProtocolFault::RequestInUse { request }.into()),
-            Some(slot @ Slot::Draining(_)) => {
-                *slot = Slot::Vacant;
-                self.vacant.push(request);
-                Ok(())
+    /// `RequestInUse` while a name is bound, `UnknownRequest` for an id that is not in use or is
+    /// named twice; nothing has changed then.
+    pub fn retire(&mut self, requests: &[RequestId]) -> Result<()> {
+        let mut names = Vec::with_capacity(requests.len());
+        for &request in requests {
+            match self.vacate(request) {
+                Ok(name) => names.push(name),
+                Err(fault) => {
+                    for (&earlier, name) in requests.iter().zip(names) {
+                        if let Some(slot) = self.slots.get_mut(earlier.index()) {
+                            *slot = Slot::Draining(name);
+                        }
+                    }
+                    return Err(fault.into());
+                }
             }
-            Some(Slot::Vacant) | None => Err(ProtocolFault::UnknownRequest { request }.into()),
+        }
+        self.vacant.extend_from_slice(requests);
+        Ok(())
+    }
+
+    fn vacate(&mut self, request: RequestId) -> Result<Arc<str>, ProtocolFault> {
+        match self.slots.get_mut(request.index()) {
+            Some(Slot::Bound(_)) => Err(ProtocolFault::RequestInUse { request }),
+            Some(slot) => match core::mem::replace(slot, Slot::Vacant) {
+                Slot::Draining(name) => Ok(name),
+                Slot::Bound(_) | Slot::Vacant => Err(ProtocolFault::UnknownRequest { request }),
+            },
+            None => Err(ProtocolFault::UnknownRequest { request }),
         }
     }
 }
@@ -140,7 +158,7 @@ mod tests {
         assert_ne!(first, again, "the first admission may still have transfers in flight");
         assert_eq!(interner.name(first), Some("a"));
         assert_eq!(interner.name(again), Some("a"));
-        interner.retire(first).unwrap();
+        interner.retire(&[first]).unwrap();
         assert_eq!(interner.name(first), None);
         assert_eq!(interner.get("a"), Some(again));
         assert_eq!(interner.bind("b").unwrap(), first);
@@ -156,7 +174,7 @@ mod tests {
             for seat in [1, 0, 2] {
                 let id = interner.unbind(&format!("{round}-{seat}")).unwrap();
                 assert!(id.index() < 3);
-                interner.retire(id).unwrap();
+                interner.retire(&[id]).unwrap();
             }
         }
         assert!(interner.is_empty() && interner.num_in_use() == 0);
@@ -169,13 +187,16 @@ mod tests {
         let in_use = ProtocolFault::RequestInUse { request: id };
         let unknown = |request| ProtocolFault::UnknownRequest { request };
         assert_eq!(interner.bind("a"), Err(in_use.clone().into()));
-        assert_eq!(interner.retire(id), Err(in_use.into()));
-        assert_eq!(interner.retire(RequestId(u32::MAX)), Err(unknown(RequestId(u32::MAX)).into()));
+        assert_eq!(interner.retire(&[id]), Err(in_use.into()));
+        let wild = RequestId(u32::MAX);
+        assert_eq!(interner.retire(&[wild]), Err(unknown(wild).into()));
         assert_eq!(interner.unbind("b"), None);
         assert_eq!((interner.len(), interner.num_in_use()), (1, 1));
         interner.unbind("a").unwrap();
-        interner.retire(id).unwrap();
-        assert_eq!(interner.retire(id), Err(unknown(id).into()), "retired twice");
+        assert_eq!(interner.retire(&[id, id]), Err(unknown(id).into()), "named twice");
+        assert_eq!(interner.name(id), Some("a"), "still draining");
+        interner.retire(&[id]).unwrap();
+        assert_eq!(interner.retire(&[id]), Err(unknown(id).into()), "retired twice");
         assert_eq!(interner.bind("c").unwrap(), id);
         assert_eq!(interner.bind("d").unwrap(), RequestId(1), "the id was listed once");
     }
