@@ -14,6 +14,7 @@ pub mod error;
 pub mod geometry;
 pub mod hot;
 pub mod ids;
+pub mod interner;
 pub mod lease;
 pub mod lru;
 pub mod page;
