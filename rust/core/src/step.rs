@@ -21,6 +21,15 @@ pub enum Prefix {
         /// Tokens that the import brings.
         num_tokens: u32,
     },
+    /// Published host pages first, then pages that a sibling connector is about to fill. The
+    /// sibling may also bring nothing but KV of groups that are not the Coordinator's (indexer
+    /// pages); then every page is a published one.
+    PartialImport {
+        /// Leading pages with a published host copy.
+        host_pages: u32,
+        /// Tokens that are computed once the import has ended, those of the host pages counted.
+        num_tokens: u32,
+    },
 }
 
 /// One admitted request and the pages it starts with.
@@ -69,6 +78,10 @@ pub struct StepEvents<'a> {
     pub allocated: &'a [PagesAllocated<'a>],
     /// Hot regions.
     pub hot_regions: &'a [HotRegionAllocated<'a>],
+    /// `[n]` with the scheduled requests: tokens that are certain now. An asynchronous engine
+    /// schedules ahead of what it has sampled or verified; pages holding a later token are not
+    /// sealed. Empty where all but the drafts are certain.
+    pub known_tokens: &'a [u32],
 }
 
 /// One request of the coming forward pass, in batch order.

@@ -109,7 +109,7 @@ impl PyCoordinator {
     /// Absorbs the events of one scheduling step and builds its plan.
     #[pyo3(signature = (
         *, gpu_free, host_free, scheduled=None, reused_blocks=None, admitted=None, allocated=None,
-        hot_regions=None
+        hot_regions=None, prefix_host_pages=None, known_tokens=None
     ))]
     #[allow(clippy::too_many_arguments)] // Keyword-only: one crossing carries the whole step.
     fn step(
@@ -122,6 +122,8 @@ impl PyCoordinator {
         admitted: Option<AdmittedArrays<'_>>,
         allocated: Option<AllocatedArrays<'_>>,
         hot_regions: Option<HotRegionArrays<'_>>,
+        prefix_host_pages: Option<Bound<'_, PyAny>>,
+        known_tokens: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyStepPlan> {
         // All arrays are read before the first event is absorbed.
         let groups = self.num_groups();
@@ -131,8 +133,15 @@ impl PyCoordinator {
             Some(array) => buffer::int32("reused_blocks", array, None)?,
             None => Vec::new(),
         };
-        let admitted =
-            admitted.as_ref().map(|arrays| AdmittedBatch::read(arrays, groups)).transpose()?;
+        let known = match &known_tokens {
+            Some(array) => buffer::counts("known_tokens", array)?,
+            None => Vec::new(),
+        };
+        let host_pages = prefix_host_pages.as_ref();
+        let admitted = admitted
+            .as_ref()
+            .map(|arrays| AdmittedBatch::read(arrays, host_pages, groups))
+            .transpose()?;
         let allocated =
             allocated.as_ref().map(|arrays| AllocatedBatch::read(arrays, groups)).transpose()?;
         let region = self.region_blocks();
@@ -143,6 +152,7 @@ impl PyCoordinator {
             admitted: &admitted.as_ref().map_or_else(Vec::new, AdmittedBatch::events),
             allocated: &allocated.as_ref().map_or_else(Vec::new, AllocatedBatch::events),
             hot_regions: &hot.as_ref().map_or_else(Vec::new, HotRegionBatch::events),
+            known_tokens: &known,
         };
         self.core.step(&events, &scheduled, levels, &mut self.plan).map_err(raise)?;
         self.encode(py)
@@ -162,6 +172,41 @@ impl PyCoordinator {
         self.core.on_worker_output(&enqueued, &completed, &failed).map_err(raise)
     }
 
+    /// Absorbs blocks that were reused and all that the workers report after a step, then packages
+    /// what is due before the next step is planned. Three events, each all or nothing.
+    #[pyo3(signature = (reused_blocks=None, enqueued=None, completed=None, failed=None))]
+    fn absorb_worker_output(
+        &mut self,
+        py: Python<'_>,
+        reused_blocks: Option<Bound<'_, PyAny>>,
+        enqueued: Option<AckArrays<'_>>,
+        completed: Option<AckArrays<'_>>,
+        failed: Option<AckArrays<'_>>,
+    ) -> PyResult<PyStepPlan> {
+        if let Some(blocks) = &reused_blocks {
+            self.on_blocks_reused(blocks)?;
+        }
+        self.on_worker_output(enqueued, completed, failed)?;
+        self.build_due_plan(py)
+    }
+
+    /// Packages what needs no forward pass.
+    fn build_due_plan(&mut self, py: Python<'_>) -> PyResult<PyStepPlan> {
+        self.core.build_due_plan(&mut self.plan).map_err(raise)?;
+        self.encode(py)
+    }
+
+    /// Packages the residency of live requests as the next step's plan would.
+    fn take_residency(
+        &mut self,
+        py: Python<'_>,
+        requests: &Bound<'_, PyAny>,
+    ) -> PyResult<PyStepPlan> {
+        let requests = buffer::requests(requests)?;
+        self.core.take_residency(&requests, &mut self.plan).map_err(raise)?;
+        self.encode(py)
+    }
+
     /// Requests got their first pages.
     #[allow(clippy::too_many_arguments)] // Flat arrays of one batch, as in `step`.
     fn on_admitted(
@@ -175,7 +220,7 @@ impl PyCoordinator {
     ) -> PyResult<()> {
         let arrays =
             (requests, prefix_kind, prefix_tokens, page_offsets, host_blocks, resident_blocks);
-        let batch = AdmittedBatch::read(&arrays, self.num_groups())?;
+        let batch = AdmittedBatch::read(&arrays, None, self.num_groups())?;
         self.core.on_admitted(&batch.events()).map_err(raise)
     }
 
@@ -409,6 +454,34 @@ impl PyCoordinator {
     fn resident_blocks(&self, request: i64, page: i64) -> PyResult<Vec<i32>> {
         let blocks = self.core.resident_blocks(request_id(request)?, page_index(page)?);
         Ok(blocks.map_err(raise)?.to_vec())
+    }
+
+    /// GPU blocks `[pages][G]` of a live request, the null block where only the host copy is valid.
+    fn residency_row(&self, request: i64) -> PyResult<Vec<i32>> {
+        let request = request_id(request)?;
+        let groups = self.num_groups();
+        let pages = self.core.num_pages(request).map_err(raise)?;
+        let mut row = Vec::with_capacity(pages as usize * groups);
+        for page in (0..pages).map(PageIndex) {
+            let blocks = self.core.resident_blocks(request, page).map_err(raise)?;
+            if blocks.is_empty() {
+                row.extend(std::iter::repeat_n(0, groups));
+            } else {
+                row.extend_from_slice(blocks);
+            }
+        }
+        Ok(row)
+    }
+
+    /// One byte a page of a live request: 1 if every writer has completed its host copy.
+    fn durable_pages<'py>(&self, py: Python<'py>, request: i64) -> PyResult<Bound<'py, PyBytes>> {
+        let request = request_id(request)?;
+        let pages = self.core.num_pages(request).map_err(raise)?;
+        let mut durable = Vec::with_capacity(pages as usize);
+        for page in (0..pages).map(PageIndex) {
+            durable.push(u8::from(self.core.is_durable(request, page).map_err(raise)?));
+        }
+        Ok(PyBytes::new(py, &durable))
     }
 
     /// Leading pages of a live request whose host copy is complete.

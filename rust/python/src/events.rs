@@ -12,8 +12,8 @@ use crate::buffer::{self, length};
 use crate::error::raise;
 
 /// Numbers of `Prefix` in an array of prefix kinds.
-pub(crate) const PREFIX_KINDS: [(&str, u8); 3] =
-    [("PREFIX_HOST", 0), ("PREFIX_GPU", 1), ("PREFIX_IMPORT", 2)];
+pub(crate) const PREFIX_KINDS: [(&str, u8); 4] =
+    [("PREFIX_HOST", 0), ("PREFIX_GPU", 1), ("PREFIX_IMPORT", 2), ("PREFIX_PARTIAL_IMPORT", 3)];
 
 /// `(requests, prefix_kind, prefix_tokens, page_offsets, host_blocks, resident_blocks)`.
 pub(crate) type AdmittedArrays<'py> = (
@@ -89,22 +89,35 @@ pub(crate) struct AdmittedBatch {
 }
 
 impl AdmittedBatch {
-    pub(crate) fn read(arrays: &AdmittedArrays<'_>, num_groups: usize) -> PyResult<Self> {
+    /// `host_pages` `[n]` counts the published pages of each partial import.
+    pub(crate) fn read(
+        arrays: &AdmittedArrays<'_>,
+        host_pages: Option<&Bound<'_, PyAny>>,
+        num_groups: usize,
+    ) -> PyResult<Self> {
         let (requests, kinds, tokens, offsets, host, resident) = arrays;
         let requests = buffer::requests(requests)?;
         let kinds = buffer::uint8("prefix_kind", kinds)?;
         let tokens = buffer::counts("prefix_tokens", tokens)?;
         length("prefix_kind", kinds.len(), requests.len())?;
         length("prefix_tokens", tokens.len(), requests.len())?;
-        let prefixes = kinds.iter().zip(tokens).map(|(&kind, num_tokens)| match kind {
-            0 => Ok(Prefix::Host),
-            1 => Ok(Prefix::Gpu),
-            2 => Ok(Prefix::Import { num_tokens }),
-            _ => {
-                let got = i64::from(kind);
-                Err(raise(ProtocolFault::OutOfRange { what: "prefix_kind", got, min: 0, max: 2 }))
-            }
-        });
+        let host_pages = match host_pages {
+            Some(array) => buffer::counts("prefix_host_pages", array)?,
+            None => vec![0; requests.len()],
+        };
+        length("prefix_host_pages", host_pages.len(), requests.len())?;
+        let numbers = tokens.into_iter().zip(host_pages);
+        let prefixes =
+            kinds.iter().zip(numbers).map(|(&kind, (num_tokens, host_pages))| match kind {
+                0 => Ok(Prefix::Host),
+                1 => Ok(Prefix::Gpu),
+                2 => Ok(Prefix::Import { num_tokens }),
+                3 => Ok(Prefix::PartialImport { host_pages, num_tokens }),
+                _ => {
+                    let (what, got) = ("prefix_kind", i64::from(kind));
+                    Err(raise(ProtocolFault::OutOfRange { what, got, min: 0, max: 3 }))
+                }
+            });
         let prefixes = prefixes.collect::<PyResult<_>>()?;
         let pages = RaggedPages::read(requests.len(), offsets, host, resident, num_groups)?;
         Ok(Self { requests, prefixes, pages })

@@ -209,7 +209,7 @@ impl Coordinator {
         let resident = admitted.resident_blocks;
         let pages = match admitted.prefix {
             Prefix::Gpu => resident.len() / groups,
-            Prefix::Host | Prefix::Import { .. } => host.len(),
+            Prefix::Host | Prefix::Import { .. } | Prefix::PartialImport { .. } => host.len(),
         };
         if pages == 0 && resident.is_empty() && host.is_empty() {
             return Ok(());
@@ -237,22 +237,40 @@ impl Coordinator {
                 }
                 Ok(())
             }
-            Prefix::Import { num_tokens } => {
-                self.check_prefix_lengths(pages, resident)?;
-                check_len("host blocks", pages, self.config.pages_for(num_tokens) as usize)?;
-                for (page, &block) in host.iter().enumerate() {
-                    self.check_fresh_host_block(block, stamp)?;
-                    let Some(blocks) = page_blocks(resident, page, groups) else { continue };
-                    if page + 1 != pages {
-                        // Only the page that decoding appends to is restored.
-                        let page = PageIndex(page as u32);
-                        return Err(ProtocolFault::WrongPageState { request, page }.into());
-                    }
-                    self.check_fresh_blocks(blocks, stamp)?;
-                }
-                Ok(())
+            Prefix::Import { num_tokens } => self.check_import(admitted, 0, num_tokens, stamp),
+            Prefix::PartialImport { host_pages, num_tokens } => {
+                self.check_import(admitted, host_pages as usize, num_tokens, stamp)
             }
         }
+    }
+
+    fn check_import(
+        &mut self,
+        admitted: &Admitted<'_>,
+        host_pages: usize,
+        num_tokens: u32,
+        stamp: u64,
+    ) -> Result<()> {
+        let Admitted { request, host_blocks: host, resident_blocks: resident, .. } = *admitted;
+        let groups = self.config.num_kv_groups as usize;
+        let pages = host.len();
+        self.check_prefix_lengths(pages, resident)?;
+        check_len("host blocks", pages, self.config.pages_for(num_tokens) as usize)?;
+        for (page, &block) in host.iter().enumerate() {
+            if page < host_pages {
+                self.check_host_block(block)?;
+            } else {
+                self.check_fresh_host_block(block, stamp)?;
+            }
+            let Some(blocks) = page_blocks(resident, page, groups) else { continue };
+            if page + 1 != pages {
+                // Only the page that decoding appends to is restored.
+                let page = PageIndex(page as u32);
+                return Err(ProtocolFault::WrongPageState { request, page }.into());
+            }
+            self.check_fresh_blocks(blocks, stamp)?;
+        }
+        Ok(())
     }
 
     fn check_prefix_lengths(&self, pages: usize, resident: &[i32]) -> Result<()> {
@@ -356,23 +374,9 @@ impl Coordinator {
         match admitted.prefix {
             Prefix::Gpu => self.admit_gpu_prefix(&mut state, admitted, groups),
             Prefix::Host => self.admit_host_prefix(&mut state, admitted, groups),
-            Prefix::Import { num_tokens } => {
-                for (page, &block) in admitted.host_blocks.iter().enumerate() {
-                    self.recycle_host_block(block);
-                    let id = match page_blocks(admitted.resident_blocks, page, groups) {
-                        Some(blocks) => self.residences.insert(
-                            blocks,
-                            HostBlockId(block),
-                            PageIndex(page as u32),
-                            request,
-                        ),
-                        None => ResidenceId::NONE,
-                    };
-                    state.push_page(HostBlockId(block), id, PageState::Importing);
-                }
-                if num_tokens > 0 && !admitted.host_blocks.is_empty() {
-                    state.import_tokens = Some(num_tokens);
-                }
+            Prefix::Import { num_tokens } => self.admit_import(&mut state, admitted, 0, num_tokens),
+            Prefix::PartialImport { host_pages, num_tokens } => {
+                self.admit_import(&mut state, admitted, host_pages, num_tokens);
             }
         }
         for &block in admitted.host_blocks {
@@ -422,6 +426,47 @@ impl Coordinator {
         state.published = state.num_pages();
         state.sealed = state.num_pages();
         state.tail_seen = 0;
+        if host_only {
+            self.pending.adopt.push(a.request);
+        }
+    }
+
+    /// The pages that the import fills, and a last page with GPU blocks, wait for its end; earlier
+    /// published pages are readable at once.
+    fn admit_import(
+        &mut self,
+        state: &mut RequestState,
+        a: &Admitted<'_>,
+        host_pages: u32,
+        num_tokens: u32,
+    ) {
+        let groups = self.config.num_kv_groups as usize;
+        let mut host_only = false;
+        for (index, &block) in a.host_blocks.iter().enumerate() {
+            let page = PageIndex(index as u32);
+            let host = HostBlockId(block);
+            if page.0 >= host_pages {
+                self.recycle_host_block(block);
+            }
+            match page_blocks(a.resident_blocks, index, groups) {
+                Some(blocks) => {
+                    let id = self.residences.insert(blocks, host, page, a.request);
+                    state.push_page(host, id, PageState::Importing);
+                }
+                None if page.0 < host_pages => {
+                    host_only = true;
+                    state.push_page(host, ResidenceId::NONE, PageState::HostOnly);
+                }
+                None => state.push_page(host, ResidenceId::NONE, PageState::Importing),
+            }
+            if page.0 < host_pages {
+                state.set_durable(page, true);
+            }
+        }
+        state.published = host_pages.min(state.num_pages());
+        if num_tokens > 0 && !a.host_blocks.is_empty() {
+            state.import_tokens = Some(num_tokens);
+        }
         if host_only {
             self.pending.adopt.push(a.request);
         }
@@ -489,10 +534,16 @@ impl Coordinator {
         let Some(state) = self.slot(request) else { return };
         state.import_tokens = None;
         let dropped = state.host_blocks.split_off(kept as usize);
+        let dropped_states = state.states().get(kept as usize..).unwrap_or(&[]).to_vec();
         let dropped_residences = state.residences.split_off(kept as usize);
         state.truncate_states(kept);
+        state.published = state.published.min(kept);
+        for page in (kept..kept + dropped.len() as u32).map(PageIndex) {
+            state.set_durable(page, false);
+        }
         for page in (0..kept).map(PageIndex) {
-            // OK because every page of an import is Importing until now.
+            // OK because pages that the import fills are Importing until now; published ones are
+            // in a later state, which stays.
             let _ = state.apply(request, page, PageEvent::ImportLanded);
             state.set_durable(page, (page.0 + 1) * block_size <= landed);
         }
@@ -511,8 +562,13 @@ impl Coordinator {
         for block in dropped {
             self.remove_host_user(block);
         }
-        for id in dropped_residences {
-            self.residences.remove(id);
+        for (id, page_state) in dropped_residences.into_iter().zip(dropped_states) {
+            if page_state == PageState::Importing {
+                self.residences.remove(id);
+            } else {
+                // A copy that was adopted is somebody else's too.
+                self.residences.remove_reader(id, request);
+            }
         }
         self.queue_publication(request);
     }

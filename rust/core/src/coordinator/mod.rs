@@ -10,6 +10,7 @@
 
 mod admission;
 mod digest;
+mod due;
 mod events;
 mod free;
 mod plan;
@@ -186,6 +187,14 @@ impl Coordinator {
     /// `UnknownRequest`.
     pub fn durable_prefix(&self, request: RequestId) -> Result<u32> {
         Ok(self.live(request)?.durable_prefix)
+    }
+
+    /// True if every writer has completed the host copy of a page of a live request.
+    ///
+    /// # Errors
+    /// `UnknownRequest`.
+    pub fn is_durable(&self, request: RequestId, page: PageIndex) -> Result<bool> {
+        Ok(self.live(request)?.is_durable(page))
     }
 
     /// GPU blocks of a page of a live request, `[G]`; empty where only the host copy is valid.

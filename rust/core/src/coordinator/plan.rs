@@ -24,8 +24,22 @@ impl Coordinator {
         levels: PoolLevels,
         plan: &mut StepPlan,
     ) -> Result<()> {
+        self.build_plan(scheduled, &[], levels, plan)
+    }
+
+    fn build_plan(
+        &mut self,
+        scheduled: &[Scheduled],
+        known_tokens: &[u32],
+        levels: PoolLevels,
+        plan: &mut StepPlan,
+    ) -> Result<()> {
         plan.clear();
         self.check_running()?;
+        if !known_tokens.is_empty() && known_tokens.len() != scheduled.len() {
+            let (what, got, expected) = ("known tokens", known_tokens.len(), scheduled.len());
+            return Err(ProtocolFault::WrongLength { what, got, expected }.into());
+        }
         self.check_scheduled(scheduled)?;
         self.step += 1;
         plan.step = self.step;
@@ -36,8 +50,9 @@ impl Coordinator {
         let room = available.saturating_sub(self.config.watermark().saturating_mul(2));
         let mut room = if self.config.transition { room } else { 0 };
         self.release_granted();
-        for item in scheduled {
-            self.advance(item, plan);
+        for (at, item) in scheduled.iter().enumerate() {
+            let known = known_tokens.get(at).copied().unwrap_or(u32::MAX);
+            self.advance(item, known, plan);
             room = self.regain_residency(item.request, room, plan);
             self.package_residency(item.request, plan);
             // One confirmed token and its drafts are verification rows; the tokens of a prefill
@@ -72,7 +87,7 @@ impl Coordinator {
         for region in events.hot_regions {
             self.on_hot_region_allocated(region.request, region.blocks)?;
         }
-        self.build_step_plan(scheduled, levels, plan)
+        self.build_plan(scheduled, events.known_tokens, levels, plan)
     }
 
     fn check_scheduled(&mut self, scheduled: &[Scheduled]) -> Result<()> {
@@ -141,7 +156,7 @@ impl Coordinator {
     }
 
     /// Host copies come first: a restore may read what they write.
-    fn plan_queued_transfers(&mut self, plan: &mut StepPlan) {
+    pub(super) fn plan_queued_transfers(&mut self, plan: &mut StepPlan) {
         for (request, page, source) in core::mem::take(&mut self.pending.host_copies) {
             self.plan_host_copy(request, page, source, plan);
         }
@@ -154,7 +169,7 @@ impl Coordinator {
     }
 
     /// Requests with a fresh hot region give up all pages that may go.
-    fn release_granted(&mut self) {
+    pub(super) fn release_granted(&mut self) {
         for request in core::mem::take(&mut self.pending.release) {
             let Ok(state) = self.live(request) else { continue };
             for page in (0..state.tail_start()).map(PageIndex) {
@@ -164,13 +179,14 @@ impl Coordinator {
     }
 
     /// Seals pages that this step fills, releases pages that left the tail, notes rejections.
-    fn advance(&mut self, item: &Scheduled, plan: &mut StepPlan) {
+    fn advance(&mut self, item: &Scheduled, known_tokens: u32, plan: &mut StepPlan) {
         let request = item.request;
         self.lru.touch(request);
         let block_size = self.config.block_size;
         let written = item.num_computed_tokens + item.num_scheduled_tokens;
-        let confirmed =
-            (written - item.num_draft_tokens).saturating_sub(self.config.num_reprefillable_tokens);
+        let confirmed = (written - item.num_draft_tokens)
+            .min(known_tokens)
+            .saturating_sub(self.config.num_reprefillable_tokens);
         let Some(state) = self.slot(request) else { return };
         let rejected = state.expected_tokens.saturating_sub(item.num_computed_tokens);
         if rejected > 0 && state.expected_tokens > 0 {
@@ -245,7 +261,7 @@ impl Coordinator {
     }
 
     /// The worker's residency row: all resident pages once, then changes only.
-    fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
+    pub(super) fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
         let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
             return;
         };
@@ -336,7 +352,7 @@ impl Coordinator {
         self.release_granted();
     }
 
-    fn flush(&mut self, plan: &mut StepPlan) {
+    pub(super) fn flush(&mut self, plan: &mut StepPlan) {
         for request in core::mem::take(&mut self.pending.publish) {
             let Some(state) = self.slot(request) else { continue };
             state.publish_queued = false;
