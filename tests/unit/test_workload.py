@@ -230,7 +230,7 @@ def test_a_tokenizer_counts_instead_and_its_special_tokens_do_not(
     monkeypatch.setitem(sys.modules, "transformers", module)
     path = write(openai(("user", "one two three"), ("assistant", "four")))
     assert turns(load_conversations(path, count=load_tokenizer("words"))) == [[(3, 1)]]
-    with pytest.raises(ConfigError, match="no tokenizer 'other': other is not a local folder$"):
+    with pytest.raises(ConfigError, match=r"no tokenizer 'other': other is not a local folder$"):
         load_tokenizer("other")
 
 

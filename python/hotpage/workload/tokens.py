@@ -33,7 +33,7 @@ def load_tokenizer(name_or_path: str) -> TokenCounter:
         ConfigError: transformers is not installed, or has no such tokenizer.
     """
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ConfigError(
             "counting with a tokenizer needs transformers; run pip install 'hotpage[tokenizer]' "
