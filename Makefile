@@ -63,7 +63,6 @@ dist/stamp-wheel: $(VENV)/stamp-tools $(SOURCES) $(CUDA_SOURCES)
 
 # Either build installs the command; the full one also satisfies what needs the light one.
 $(VENV)/stamp-installed: $(VENV)/stamp-light-tools $(SOURCES)
-	HOTPAGE_CUDA=0 HOTPAGE_GLIBC= $(PIP) install --no-build-isolation --force-reinstall --no-deps .
 	HOTPAGE_CUDA=0 HOTPAGE_GLIBC= $(PIP) install --no-build-isolation .
 	touch $@
 

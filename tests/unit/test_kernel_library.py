@@ -104,7 +104,7 @@ def test_a_missing_library_is_reported_with_its_remedy(tmp_path: Path) -> None:
 def test_a_foreign_library_is_reported_with_its_remedy(tmp_path: Path) -> None:
     path = tmp_path / "libhotpage_cuda.so"
     path.write_text("not a library")
-    with pytest.raises(KernelUnavailableError, match="cannot be loaded.*make wheel"):
+    with pytest.raises(KernelUnavailableError, match=r"cannot be loaded.*make wheel"):
         Library(path)
 
 
