@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent
 LIBRARY = ROOT.parent / "python" / "hotpage" / "lib" / "libhotpage_cuda.so"
 BUILD_DIR = ROOT.parent / "build" / "cuda"
 
-# Image -> nvcc's target. sm_90a is Hopper alone, with its own instructions; compute_90 lets a driver
-# compile for what the machine code does not cover.
+# Image -> nvcc's target. sm_90a is Hopper alone, with its own instructions; compute_90 lets a
+# driver compile for what the machine code does not cover.
 IMAGES = {
     "sm_90a": "arch=compute_90a,code=sm_90a",
     "sm_100": "arch=compute_100,code=sm_100",
