@@ -14,6 +14,7 @@ pub mod geometry;
 pub mod ids;
 pub mod page;
 pub mod replay;
+pub mod sim;
 pub mod step;
 
 pub use error::{Error, Result};
