@@ -4,3 +4,4 @@
 
 pub mod policy;
 pub mod rng;
+pub mod topk;
