@@ -20,10 +20,10 @@ pub mod page;
 pub mod replay;
 pub mod request;
 pub mod residency;
+pub mod sim;
 pub mod spill;
 pub mod stats;
 pub mod step;
 
 pub use coordinator::Coordinator;
-
 pub use error::{Error, Result};
