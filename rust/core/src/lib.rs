@@ -9,9 +9,11 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 pub mod config;
+pub mod dataplane;
 pub mod error;
 pub mod geometry;
 pub mod ids;
+pub mod index_group;
 pub mod page;
 pub mod replay;
 pub mod step;
