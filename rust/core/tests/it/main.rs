@@ -8,3 +8,4 @@ mod naive;
 mod resolve_fuzz;
 mod resolve_oracles;
 mod rng;
+mod vectors;
