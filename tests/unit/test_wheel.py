@@ -120,7 +120,15 @@ def sdist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_sdist_holds_every_source_and_no_binary(root: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"pyproject.toml", "Cargo.toml", "Cargo.lock", "LICENSE", "Makefile", "rustfmt.toml"}
+    needed = {
+        "pyproject.toml",
+        "Cargo.toml",
+        "Cargo.lock",
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "rustfmt.toml",
+    }
     needed.add(".cargo/config.toml")
     for folder in ("build_backend", "cuda", "python", "rust/core/src", "rust/python/src", "tests"):
         for path in (root / folder).rglob("*"):
