@@ -26,7 +26,7 @@ LEVELS: dict[str, int] = {
     for level, names in enumerate(
         [
             ["ids", "error"],
-            ["geometry", "config", "page"],
+            ["interner", "geometry", "config", "page"],
             ["lease", "pool", "lru"],
             ["residency", "spill", "hot", "index_group", "replay"],
             ["step", "request", "stats"],
