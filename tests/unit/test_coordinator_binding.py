@@ -8,9 +8,10 @@ import inspect
 from pathlib import Path
 
 import core_builder as build
-import hotpage
 import numpy as np
 import pytest
+
+import hotpage
 from hotpage import _core
 
 D, S, C, U, H = (
