@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python lint wheel sdist develop clean
+.PHONY: help demo test test-rust test-python lint wheel sdist develop bench-core clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,6 +29,7 @@ help:
 	@echo 'make test     every check that needs no GPU, on the wheel that make wheel builds'
 	@echo 'make wheel    dist/*.whl with the kernels, its platform tag checked'
 	@echo 'make sdist    dist/*.tar.gz'
+	@echo 'make bench-core  scheduler latency as a table and in build/bench-core.json'
 	@echo 'make develop  install the checkout itself (editable), with the kernels'
 	@echo 'make clean    remove everything that make made'
 
@@ -63,7 +64,6 @@ dist/stamp-wheel: $(VENV)/stamp-tools $(SOURCES) $(CUDA_SOURCES)
 
 # Either build installs the command; the full one also satisfies what needs the light one.
 $(VENV)/stamp-installed: $(VENV)/stamp-light-tools $(SOURCES)
-	HOTPAGE_CUDA=0 HOTPAGE_GLIBC= $(PIP) install --no-build-isolation --force-reinstall --no-deps .
 	HOTPAGE_CUDA=0 HOTPAGE_GLIBC= $(PIP) install --no-build-isolation .
 	touch $@
 
@@ -89,6 +89,9 @@ lint: $(VENV)/stamp-venv
 	$(PIP) install ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+bench-core:
+	cargo run --release --locked -q -p hotpage-benches --bin bench-core -- build/bench-core.json
 
 wheel: dist/stamp-wheel
 	@ls dist/*.whl

@@ -28,7 +28,9 @@ def check(wheel: Path) -> str | None:
         check=False,
     )
     report = " ".join(done.stdout.split())
-    needed = re.search(r'consistent with the following platform tag: "manylinux_(\d+)_(\d+)_', report)
+    needed = re.search(
+        r'consistent with the following platform tag: "manylinux_(\d+)_(\d+)_', report
+    )
     if done.returncode != 0 or needed is None:
         return f"auditwheel does not accept {wheel.name}: {report or done.stderr.strip()}"
     if (int(needed[1]), int(needed[2])) > (int(claimed[1]), int(claimed[2])):

@@ -56,7 +56,9 @@ def _check_rust() -> None:
     if found is None:
         _fail(f"{cargo} does not run ({(done.stdout + done.stderr).strip()}); {remedy}")
     elif (int(found[1]), int(found[2])) < MIN_RUST:
-        _fail(f"building hotpage needs Rust {wanted} and {cargo} is {found[1]}.{found[2]}; {remedy}")
+        _fail(
+            f"building hotpage needs Rust {wanted} and {cargo} is {found[1]}.{found[2]}; {remedy}"
+        )
 
 
 def _glibc_target() -> str | None:

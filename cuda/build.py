@@ -21,15 +21,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fatbin import FatbinError, list_images  # noqa: E402
-from toolkit import PYPI_REQUIREMENTS, BuildError, Toolkit, find_toolkit, glibc_target  # noqa: E402
+from fatbin import FatbinError, list_images
+from toolkit import PYPI_REQUIREMENTS, BuildError, Toolkit, find_toolkit, glibc_target
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = ROOT.parent / "python" / "hotpage" / "lib" / "libhotpage_cuda.so"
 BUILD_DIR = ROOT.parent / "build" / "cuda"
 
-# Image -> nvcc's target. sm_90a is Hopper alone (TMA, clusters with its own instructions); compute_90
-# lets a driver compile for what the machine code does not cover.
+# Image -> nvcc's target. sm_90a is Hopper alone, with its own instructions; compute_90 lets a
+# driver compile for what the machine code does not cover.
 IMAGES = {
     "sm_90a": "arch=compute_90a,code=sm_90a",
     "sm_100": "arch=compute_100,code=sm_100",
@@ -197,7 +197,8 @@ def build(options: Options) -> None:
     kit = find_toolkit()
     if kit is None:
         raise BuildError(
-            "no usable nvcc was found; run pip install " + " ".join(PYPI_REQUIREMENTS)
+            "no usable nvcc was found; run pip install "
+            + " ".join(PYPI_REQUIREMENTS)
             + ", or set HOTPAGE_CUDA=0 to build without the kernels"
         )
     sources = sorted((ROOT / "src").glob("*.cu"))

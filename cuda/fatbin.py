@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the reading of device images out of an ELF file; it needs no CUDA tool.
 
-The PyPI compiler packages hold no cuobjdump, so the container is read here. Layout, as nvcc 12.8 to
-13.0 write it (little-endian): a container header {u32 magic, u16 version, u16 header bytes, u64 body
-bytes}, then entries {u16 kind, u16 version, u32 header bytes, u64 payload bytes, ...} with the
-architecture number at byte 28 and flags at byte 40 of an entry.
+The PyPI compiler packages hold no cuobjdump, so the container is read here. Layout, as found in
+what nvcc 13.0 writes (little-endian): a container header {u32 magic, u16 version, u16 header bytes,
+u64 body bytes}, then entries {u16 kind, u16 version, u32 header bytes, u64 payload bytes, ...} with
+the architecture number at byte 28 and flags at byte 40 of an entry.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def test_a_glibc_that_is_no_version_is_one_sentence(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cargo", "text"), [(None, "no cargo was found"), ("1.63.0", "needs Rust 1.85"), ("", "not run")]
+    ("cargo", "text"),
+    [(None, "no cargo was found"), ("1.63.0", "needs Rust 1.85"), ("", "not run")],
 )
 def test_a_missing_or_old_rust_is_one_sentence_with_the_remedy(
     root: Path, tmp_path: Path, cargo: str | None, text: str

@@ -50,7 +50,8 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--nope"], ["nope"], ["doctor", "--nope"], ["doctor", "extra"], ["doctor", "--json=3"]]
+    "arguments",
+    [["--nope"], ["nope"], ["doctor", "--nope"], ["doctor", "extra"], ["doctor", "--json=3"]],
 )
 def test_a_wrong_call_is_one_sentence_and_exit_code_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,9 @@ def test_a_kernel_error_names_op_status_text_and_parameters() -> None:
 
 @pytest.mark.parametrize("params", ["", "device=3"])
 def test_a_kernel_error_survives_pickling(params: str) -> None:
-    error = pickle.loads(pickle.dumps(errors.KernelError("query_device", 1100, "no device", params)))
+    error = pickle.loads(
+        pickle.dumps(errors.KernelError("query_device", 1100, "no device", params))
+    )
     assert (error.op, error.status, error.text, error.params) == (
         "query_device",
         1100,

@@ -26,7 +26,7 @@ LEVELS: dict[str, int] = {
     for level, names in enumerate(
         [
             ["ids", "error"],
-            ["geometry", "config", "page"],
+            ["interner", "geometry", "config", "page"],
             ["lease", "pool", "lru"],
             ["residency", "spill", "hot", "index_group", "replay"],
             ["step", "request", "stats"],
@@ -101,7 +101,9 @@ def outside_complaints(sources: Sources) -> list[str]:
 def binding_complaints(sources: Sources) -> list[str]:
     """A binding that names page states or events decides about paging."""
     named = re.compile(r"\b(?:PageState|PageEvent)\b")
-    return [f"{path} names {m[0]}" for path, t in sources.items() for m in named.finditer(rust_code(t))]
+    return [
+        f"{path} names {m[0]}" for path, t in sources.items() for m in named.finditer(rust_code(t))
+    ]
 
 
 def include_complaints(sources: Sources) -> list[str]:
@@ -174,7 +176,9 @@ def test_core_modules_use_only_earlier_levels(root: Path) -> None:
 def test_a_module_of_a_later_level_is_noticed() -> None:
     assert level_complaints({"page.rs": "use crate::spill::Spill;"}) != []
     assert level_complaints({"lru.rs": "use crate::{ids::BlockId, sim::{A, B}};"}) != []
-    assert level_complaints({"hot.rs": "let x = crate::spill::f();", "spill.rs": "crate::hot::g();"})
+    assert level_complaints(
+        {"hot.rs": "let x = crate::spill::f();", "spill.rs": "crate::hot::g();"}
+    )
     assert level_complaints({"novel.rs": "use crate::ids::BlockId;"}) != []
     assert level_complaints({"coordinator/plan.rs": "use crate::dataplane::copy;"}) != []
 

@@ -26,14 +26,20 @@ def library() -> Library:
     return Library(library_path())
 
 
-@pytest.fixture(scope="module")
-def fatbin(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hotpage_fatbin", root / "cuda/fatbin.py")
+def load_script(path: Path) -> ModuleType:
+    """A file of cuda/ as a module; the folder is no package."""
+    name = f"hotpage_cuda_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["hotpage_fatbin"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def fatbin(root: Path) -> ModuleType:
+    return load_script(root / "cuda/fatbin.py")
 
 
 def test_every_source_is_in_the_library_for_every_image(
@@ -43,6 +49,18 @@ def test_every_source_is_in_the_library_for_every_image(
     assert len(containers) == len(list((root / "cuda/src").glob("*.cu")))
     assert set(map(frozenset, containers)) == {frozenset(IMAGES)}
     assert set(library.architectures) == IMAGES
+
+
+def test_the_build_refuses_a_library_that_lacks_an_image_or_a_source(
+    library: Library, root: Path
+) -> None:
+    build = load_script(root / "cuda/build.py")
+    num_sources = len(list((root / "cuda/src").glob("*.cu")))
+    build.verify(library.path, sorted(IMAGES), num_sources)
+    with pytest.raises(build.BuildError, match="expected compute_90, sm_100, sm_103"):
+        build.verify(library.path, ["compute_90", "sm_100", "sm_103"], num_sources)
+    with pytest.raises(build.BuildError, match=f"expected {num_sources + 1}"):
+        build.verify(library.path, sorted(IMAGES), num_sources + 1)
 
 
 def test_only_the_c_entry_points_are_visible(library: Library) -> None:
@@ -104,7 +122,7 @@ def test_a_missing_library_is_reported_with_its_remedy(tmp_path: Path) -> None:
 def test_a_foreign_library_is_reported_with_its_remedy(tmp_path: Path) -> None:
     path = tmp_path / "libhotpage_cuda.so"
     path.write_text("not a library")
-    with pytest.raises(KernelUnavailableError, match="cannot be loaded.*make wheel"):
+    with pytest.raises(KernelUnavailableError, match=r"cannot be loaded.*make wheel"):
         Library(path)
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -41,6 +42,12 @@ def hotpage(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin/python"
     subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True)
     return folder / "bin/hotpage"
+
+
+def locked_packages(lock: Path) -> set[tuple[str, str, str]]:
+    """Name, version and checksum of each package in a Cargo.lock."""
+    packages = tomllib.loads(lock.read_text())["package"]
+    return {(one["name"], one["version"], one.get("checksum", "")) for one in packages}
 
 
 def run(command: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,7 +120,15 @@ def sdist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_sdist_holds_every_source_and_no_binary(root: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"pyproject.toml", "Cargo.toml", "Cargo.lock", "LICENSE", "Makefile", "rustfmt.toml"}
+    needed = {
+        "pyproject.toml",
+        "Cargo.toml",
+        "Cargo.lock",
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "rustfmt.toml",
+    }
     needed.add(".cargo/config.toml")
     for folder in ("build_backend", "cuda", "python", "rust/core/src", "rust/python/src", "tests"):
         for path in (root / folder).rglob("*"):
@@ -147,3 +162,4 @@ def test_a_wheel_built_from_the_sdist_has_the_same_contents(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert contents(next(tmp_path.glob("*.whl"))) == contents(wheel)
+    assert locked_packages(source / "Cargo.lock") <= locked_packages(root / "Cargo.lock")

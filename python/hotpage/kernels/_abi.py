@@ -43,9 +43,7 @@ def _text(value: Any) -> str:
 Block = TypeVar("Block", bound=ParameterBlock)
 
 
-def mirror(
-    c_name: str, *, launcher: str | None = None
-) -> Callable[[type[Block]], type[Block]]:
+def mirror(c_name: str, *, launcher: str | None = None) -> Callable[[type[Block]], type[Block]]:
     """Registers a mirror under the struct's C name, and the launcher that takes it."""
 
     def register(block: type[Block]) -> type[Block]:

@@ -36,7 +36,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         if not path.exists():
             raise KernelUnavailableError(
-                f"this installation was built without the CUDA kernels (no {LIBRARY_NAME}); {_REMEDY}"
+                "this installation was built without the CUDA kernels "
+                f"(no {LIBRARY_NAME}); {_REMEDY}"
             )
         try:
             handle = ctypes.CDLL(str(path))

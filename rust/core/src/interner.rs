@@ -2,7 +2,6 @@
 //! Owns the names of requests: engine strings in, dense ids out, no id in use twice.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use crate::error::{ProtocolFault, Result};
 use crate::ids::RequestId;
@@ -11,10 +10,10 @@ use crate::ids::RequestId;
 #[derive(Debug, Clone)]
 enum Slot {
     /// The name leads to the id.
-    Bound(Arc<str>),
+    Bound(Box<str>),
     /// The request was freed, its transfers have not ended: the id leads to the name, but the
     /// name may be bound to another id by now.
-    Draining(Arc<str>),
+    Draining(Box<str>),
     /// Waits in the free list.
     Vacant,
 }
@@ -26,7 +25,7 @@ enum Slot {
 /// of requests that were bound or draining at one time.
 #[derive(Debug, Clone, Default)]
 pub struct RequestInterner {
-    ids: HashMap<Arc<str>, RequestId>,
+    ids: HashMap<Box<str>, RequestId>,
     slots: Vec<Slot>,
     vacant: Vec<RequestId>,
 }
@@ -64,8 +63,7 @@ impl RequestInterner {
         if let Some(&request) = self.ids.get(name) {
             return Err(ProtocolFault::RequestInUse { request }.into());
         }
-        let name: Arc<str> = name.into();
-        let slot = Slot::Bound(Arc::clone(&name));
+        let slot = Slot::Bound(name.into());
         let request = match self.vacant.pop() {
             Some(request) => {
                 if let Some(entry) = self.slots.get_mut(request.index()) {
@@ -80,7 +78,7 @@ impl RequestInterner {
                 request
             }
         };
-        self.ids.insert(name, request);
+        self.ids.insert(name.into(), request);
         Ok(request)
     }
 
@@ -133,7 +131,7 @@ impl RequestInterner {
         Ok(())
     }
 
-    fn vacate(&mut self, request: RequestId) -> Result<Arc<str>, ProtocolFault> {
+    fn vacate(&mut self, request: RequestId) -> Result<Box<str>, ProtocolFault> {
         match self.slots.get_mut(request.index()) {
             Some(Slot::Bound(_)) => Err(ProtocolFault::RequestInUse { request }),
             Some(slot) => match core::mem::replace(slot, Slot::Vacant) {

@@ -91,6 +91,11 @@ fn read<T: Element>(
         let kind = array.get_type().name()?;
         return Err(protocol(format!("{what} is a {kind}, expected an array of {dtype}")));
     };
+    // NOTE: PyO3 0.30 takes the mark of big-endian elements for that of the host's order.
+    let foreign = matches!(buffer.format().to_bytes(), [b'>' | b'!', ..]);
+    if foreign && cfg!(target_endian = "little") {
+        return Err(protocol(format!("{what} holds big-endian elements, expected {dtype}")));
+    }
     let Ok(typed) = buffer.as_typed::<T>() else {
         let got = type_name(buffer.format());
         return Err(protocol(format!("{what} holds {got}, expected {dtype}")));

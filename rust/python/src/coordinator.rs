@@ -6,7 +6,6 @@
 use hotpage_core::Coordinator;
 use hotpage_core::error::ProtocolFault;
 use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
-use hotpage_core::page::PageState;
 use hotpage_core::stats::Stats;
 use hotpage_core::step::{
     Admission, AdmissionQuery, FreePlan, FreeReason, ImportOutcome, PoolLevels, StepEvents,
@@ -23,17 +22,6 @@ use crate::events::{
 };
 use crate::plan::{PyFreePlan, PyRefusal, PyStepPlan};
 use crate::settings::{coordinator_config, host_copy_name, release_point_name};
-
-/// Numbers of page states, by the names that Python sees.
-pub(crate) const PAGE_STATES: [(&str, PageState); 7] = [
-    ("PAGE_DIRTY", PageState::Dirty),
-    ("PAGE_SPILLING", PageState::Spilling),
-    ("PAGE_ENQUEUED", PageState::Enqueued),
-    ("PAGE_CLEAN", PageState::Clean),
-    ("PAGE_UNPINNED", PageState::Unpinned),
-    ("PAGE_HOST_ONLY", PageState::HostOnly),
-    ("PAGE_IMPORTING", PageState::Importing),
-];
 
 /// What admitting a request takes from the pools.
 #[pyclass(name = "AdmissionCost", module = "hotpage._core", frozen, get_all)]
@@ -439,14 +427,8 @@ impl PyCoordinator {
 
     /// State numbers of the pages of a live request, one byte a page.
     fn page_states<'py>(&self, py: Python<'py>, request: i64) -> PyResult<Bound<'py, PyBytes>> {
-        let request = request_id(request)?;
-        let pages = self.core.num_pages(request).map_err(raise)?;
-        let mut states = Vec::with_capacity(pages as usize);
-        for page in (0..pages).map(PageIndex) {
-            if let Some(state) = self.core.page_state(request, page).map_err(raise)? {
-                states.push(state as u8);
-            }
-        }
+        let states = self.core.page_states(request_id(request)?).map_err(raise)?;
+        let states: Vec<u8> = states.iter().map(|state| *state as u8).collect();
         Ok(PyBytes::new(py, &states))
     }
 

@@ -30,8 +30,8 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        for (name, state) in coordinator::PAGE_STATES {
-            module.add(name, state as u8)?;
+        for (name, number) in hotpage_core::page::STATE_NUMBERS {
+            module.add(format!("PAGE_{}", name.to_uppercase()).as_str(), number)?;
         }
         for (name, kind) in events::PREFIX_KINDS {
             module.add(name, kind)?;

@@ -173,6 +173,14 @@ impl Coordinator {
         Ok(self.live(request)?.state(page))
     }
 
+    /// States of all pages of a live request.
+    ///
+    /// # Errors
+    /// `UnknownRequest`.
+    pub fn page_states(&self, request: RequestId) -> Result<&[PageState]> {
+        Ok(self.live(request)?.states())
+    }
+
     /// Pages of a live request in `state`.
     ///
     /// # Errors
