@@ -28,12 +28,19 @@ PAGE_UNPINNED: Final[int]
 PAGE_HOST_ONLY: Final[int]
 PAGE_IMPORTING: Final[int]
 
+TRANSFER_SPILL: Final[int]
+TRANSFER_MIRRORED: Final[int]
+TRANSFER_RESTORE: Final[int]
+TRANSFER_HOST_COPY: Final[int]
+
 PREFIX_HOST: Final[int]
 """Published host pages; host-only where they bring no GPU blocks."""
 PREFIX_GPU: Final[int]
 """Pages found in the GPU prefix cache; no host pool."""
 PREFIX_IMPORT: Final[int]
 """Host pages that a sibling connector is about to fill with `prefix_tokens` tokens."""
+PREFIX_PARTIAL_IMPORT: Final[int]
+"""Published host pages, then pages that a sibling is about to fill up to `prefix_tokens`."""
 
 _Admitted: TypeAlias = tuple[_Int32, _UInt8, _Int32, _Int32, _Int32, _Int32]
 """`(requests [n], prefix_kind [n], prefix_tokens [n], page_offsets [n + 1], host_blocks [pages],
@@ -213,13 +220,15 @@ class FreePlan:
 class Coordinator:
     """The one owner of page states, leases and transfers.
 
-    Every setting must be given, but for `transition_watermark`. Raises `ConfigError` or
-    `CapacityError`.
+    Every setting must be given, but for `transition_watermark`. With `engine_checks_pools` the
+    pools are not held against the longest request: the engine has done that by rules of its own.
+    Raises `ConfigError` or `CapacityError`.
     """
 
     def __new__(
         cls,
         *,
+        engine_checks_pools: bool = False,
         block_size: int,
         num_kv_groups: int,
         gpu_blocks: int,
@@ -249,6 +258,8 @@ class Coordinator:
         admitted: _Admitted | None = None,
         allocated: _Allocated | None = None,
         hot_regions: _HotRegions | None = None,
+        prefix_host_pages: _Int32 | None = None,
+        known_tokens: _Int32 | None = None,
     ) -> StepPlan:
         """Absorbs one scheduling step's events in the order reused, admitted, allocated, hot
         regions, then builds the plan of the coming forward pass.
@@ -256,6 +267,10 @@ class Coordinator:
         `gpu_free` and `host_free` are the blocks that the pools could hand out now, unpinned and
         evictable ones counted. Arrays are checked before the first event is absorbed; of events
         that contradict the state, those before the failing one stay absorbed.
+
+        `prefix_host_pages` `[admitted]` counts the published pages of partial imports.
+        `known_tokens` `[scheduled]` are the tokens that are certain now, where an asynchronous
+        engine schedules ahead of them: pages with later ones are not sealed.
         """
     def on_worker_output(
         self,
@@ -264,6 +279,19 @@ class Coordinator:
         failed: _Acks | None = None,
     ) -> None:
         """Absorbs all that the workers report after a step; all three lists or nothing."""
+    def absorb_worker_output(
+        self,
+        reused_blocks: _Int32 | None = None,
+        enqueued: _Acks | None = None,
+        completed: _Acks | None = None,
+        failed: _Acks | None = None,
+    ) -> StepPlan:
+        """`on_blocks_reused`, `on_worker_output` and `build_due_plan` in one call."""
+    def build_due_plan(self) -> StepPlan:
+        """Packages what needs no forward pass: restores, copies made again, releases,
+        publications, retired requests. Its transfers belong before the next forward pass."""
+    def take_residency(self, requests: _Int32) -> StepPlan:
+        """Packages the residency of live requests as the next step's plan would."""
     def on_admitted(
         self,
         requests: _Int32,
@@ -272,6 +300,7 @@ class Coordinator:
         page_offsets: _Int32,
         host_blocks: _Int32,
         resident_blocks: _Int32,
+        prefix_host_pages: _Int32 | None = None,
     ) -> None: ...
     def on_blocks_allocated(
         self,
@@ -322,6 +351,10 @@ class Coordinator:
     def num_pages(self, request: int) -> int: ...
     def page_states(self, request: int) -> bytes:
         """One `PAGE_*` number for each page."""
+    def durable_pages(self, request: int) -> bytes:
+        """One byte for each page: 1 if every writer has completed its host copy."""
+    def residency_row(self, request: int) -> list[int]:
+        """GPU blocks `[pages x G]`, the null block where only the host copy is valid."""
     def resident_blocks(self, request: int, page: int) -> list[int]: ...
     def durable_prefix(self, request: int) -> int: ...
     def has_hot_region(self, request: int) -> bool: ...

@@ -120,6 +120,16 @@ impl CoordinatorConfig {
     /// # Errors
     /// `Config` for a value out of bounds, `Capacity` for a pool under one request.
     pub fn validate(&self) -> Result<()> {
+        self.validate_settings()?;
+        self.validate_pools()
+    }
+
+    /// Checks every bound but the pools' against the longest request: an engine that admits by
+    /// rules of its own has checked its pools by them.
+    ///
+    /// # Errors
+    /// `Config` for a value out of bounds.
+    pub fn validate_settings(&self) -> Result<()> {
         at_least("block_size", self.block_size, 1, "use 16 to 128")?;
         at_most("block_size", self.block_size, MAX_SMALL_SETTING, "use 16 to 128")?;
         at_least("num_kv_groups", self.num_kv_groups, 1, "the model has no sparse layers")?;
@@ -170,10 +180,7 @@ impl CoordinatorConfig {
                 "at most every rank writes the pool",
             )?;
         }
-        if self.transition {
-            self.validate_hot()?;
-        }
-        self.validate_pools()
+        if self.transition { self.validate_hot() } else { Ok(()) }
     }
 
     fn validate_hot(&self) -> Result<()> {

@@ -31,6 +31,14 @@ pub enum TransferKind {
     HostCopy = 3,
 }
 
+/// Names and numbers of the kinds, as bindings expose them.
+pub const KIND_NUMBERS: [(&str, u8); 4] = [
+    ("spill", TransferKind::Spill as u8),
+    ("mirrored", TransferKind::Mirrored as u8),
+    ("restore", TransferKind::Restore as u8),
+    ("host_copy", TransferKind::HostCopy as u8),
+];
+
 impl TransferKind {
     /// The kind with this number.
     #[must_use]

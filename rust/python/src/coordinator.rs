@@ -88,9 +88,15 @@ impl PyCoordinator {
 #[pymethods]
 impl PyCoordinator {
     #[new]
-    #[pyo3(signature = (**settings))]
-    fn new(settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
-        let core = Coordinator::new(coordinator_config(settings)?).map_err(raise)?;
+    #[pyo3(signature = (*, engine_checks_pools=false, **settings))]
+    fn new(engine_checks_pools: bool, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let config = coordinator_config(settings)?;
+        let core = if engine_checks_pools {
+            Coordinator::with_engine_pools(config)
+        } else {
+            Coordinator::new(config)
+        };
+        let core = core.map_err(raise)?;
         Ok(Self { core, plan: StepPlan::default(), free_plan: FreePlan::default() })
     }
 
@@ -196,6 +202,10 @@ impl PyCoordinator {
     }
 
     /// Requests got their first pages.
+    #[pyo3(signature = (
+        requests, prefix_kind, prefix_tokens, page_offsets, host_blocks, resident_blocks,
+        prefix_host_pages=None
+    ))]
     #[allow(clippy::too_many_arguments)] // Flat arrays of one batch, as in `step`.
     fn on_admitted(
         &mut self,
@@ -205,10 +215,11 @@ impl PyCoordinator {
         page_offsets: Bound<'_, PyAny>,
         host_blocks: Bound<'_, PyAny>,
         resident_blocks: Bound<'_, PyAny>,
+        prefix_host_pages: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let arrays =
             (requests, prefix_kind, prefix_tokens, page_offsets, host_blocks, resident_blocks);
-        let batch = AdmittedBatch::read(&arrays, None, self.num_groups())?;
+        let batch = AdmittedBatch::read(&arrays, prefix_host_pages.as_ref(), self.num_groups())?;
         self.core.on_admitted(&batch.events()).map_err(raise)
     }
 

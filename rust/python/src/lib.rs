@@ -33,6 +33,9 @@ mod _core {
         for (name, number) in hotpage_core::page::STATE_NUMBERS {
             module.add(format!("PAGE_{}", name.to_uppercase()).as_str(), number)?;
         }
+        for (name, number) in hotpage_core::spill::KIND_NUMBERS {
+            module.add(format!("TRANSFER_{}", name.to_uppercase()).as_str(), number)?;
+        }
         for (name, kind) in events::PREFIX_KINDS {
             module.add(name, kind)?;
         }

@@ -87,6 +87,15 @@ impl Coordinator {
     /// `Config` or `Capacity` as `CoordinatorConfig::validate` says.
     pub fn new(config: CoordinatorConfig) -> Result<Self> {
         config.validate()?;
+        Self::with_engine_pools(config)
+    }
+
+    /// A Coordinator without requests, for an engine that has checked its pools by rules of its own.
+    ///
+    /// # Errors
+    /// `Config` as `CoordinatorConfig::validate_settings` says.
+    pub fn with_engine_pools(config: CoordinatorConfig) -> Result<Self> {
+        config.validate_settings()?;
         Ok(Self {
             residences: Residences::new(
                 config.num_kv_groups,

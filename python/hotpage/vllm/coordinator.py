@@ -1,0 +1,540 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the seam between vLLM's cache managers and the Rust Coordinator.
+
+Managers say what happens while vLLM schedules; one call per step reports it and brings the plan
+back, whose pool work is carried out in one call per pool method. No decision about pages here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    HiSparseHotManager,
+    HiSparseResidentManager,
+    HiSparseSourceManager,
+    SingleTypeKVCacheManager,
+)
+from vllm.v1.hisparse.coordinator import HiSparseCoordinator
+from vllm.v1.request import Request
+
+from hotpage._core import Coordinator, RequestInterner, StepPlan
+from hotpage.errors import ConfigError, InvariantError, ProtocolError
+from hotpage.vllm.acks import TransferAcks
+from hotpage.vllm.events import TableEvents, int32
+from hotpage.vllm.managers import NativeHotManager, NativeResidentManager
+from hotpage.vllm.publication import Publisher
+from hotpage.vllm.surface import VllmSurface
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_MIN_WINDOW_PAGES = 3
+"""A request needs its two-page tail and one page to prefill into."""
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What the managers do not know.
+
+    Args:
+        num_ranks: ranks that make restores; None takes it from the first acknowledgement.
+        num_host_writers: ranks that write the host pool; None with `num_ranks`.
+        top_k: rows that one decode row selects; None takes what the hot region holds.
+        verification_rows: decode rows of a request in one step, 1 + speculative tokens.
+        hot_return_steps: steps of full residency after which a hot region is given back.
+    """
+
+    num_ranks: int | None = None
+    num_host_writers: int | None = None
+    top_k: int | None = None
+    verification_rows: int = 1
+    hot_return_steps: int = 512
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One admission as the Coordinator knows it."""
+
+    id: int
+    table: list[KVCacheBlock]
+    """The source manager's block table itself, which grows in place."""
+    pages: int
+    """Pages that the Coordinator has been told of."""
+    importing: bool = False
+    hot: bool = False
+    gave_back: bool = False
+
+
+class NativeCoordinator(VllmSurface, HiSparseCoordinator):
+    """Stands where vLLM's coordinator stands; none of that class's methods runs.
+
+    The base class is there for isinstance checks alone, so its constructor is not called.
+
+    Raises:
+        ConfigError: cache groups or settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        managers: tuple[SingleTypeKVCacheManager, ...],
+        max_model_len: int,
+        *,
+        num_reprefillable_tokens: int,
+        settings: CoordinatorSettings | None = None,
+    ) -> None:
+        settings = settings or CoordinatorSettings()
+        self.managers = managers
+        self._adopt_managers(kv_cache_config)
+        self.block_size = self.host_manager.block_size
+        self.num_groups = len(self.resident_managers)
+        self.gpu_pool: BlockPool = self.resident_managers[0].block_pool
+        self.host_pool: BlockPool = self.host_manager.block_pool
+        self.core = self._build_core(
+            kv_cache_config, max_model_len, num_reprefillable_tokens, settings
+        )
+        self.transition_watermark = self.core.watermark
+        self.publisher = Publisher(self.host_manager)
+        self.acks = TransferAcks(settings.num_ranks, settings.num_host_writers)
+        self.pending_spills = self.acks.pending
+        self.hot_granted: list[str] = []
+        self.started: list[tuple[int, str]] = []
+        self.retired: list[int] = []
+        self.due: list[StepPlan] = []
+        self._interner = RequestInterner()
+        self._names: dict[int, str] = {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._imports: dict[str, int] = {}
+        self._hits: dict[str, int] = {}
+        self._reused: list[KVCacheBlock] = []
+        self._host_copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
+
+    def _adopt_managers(self, config: KVCacheConfig) -> None:
+        sources, residents, hots, others = [], [], [], []
+        for group_id, manager in enumerate(self.managers):
+            if isinstance(manager, HiSparseSourceManager):
+                sources.append((group_id, manager))
+            elif isinstance(manager, HiSparseResidentManager):
+                residents.append((group_id, manager))
+            elif isinstance(manager, HiSparseHotManager):
+                hots.append(manager)
+            else:
+                others.append(manager)
+        if len(sources) != 1 or not residents or len(hots) != len(residents):
+            raise ConfigError(
+                f"{len(sources)} source, {len(residents)} resident and {len(hots)} hot cache groups"
+                " were found, expected one source group and as many hot as resident groups; "
+                "use a model with sparse attention layers"
+            )
+        ((self.host_group_id, self.host_manager),) = sources
+        if self.host_group_id > residents[0][0]:
+            raise ConfigError(
+                "the source cache group comes after a resident one, but requests are freed in "
+                "group order and it must be first; report this vLLM version"
+            )
+        sizes = {manager.block_size for manager in [self.host_manager, *(m for _, m in residents)]}
+        if len(sizes) != 1:
+            raise ConfigError(f"cache groups have block sizes {sorted(sizes)}; use one --block-size")
+        if config.hisparse_host_num_blocks is None:
+            raise ConfigError("there is no host pool; set host_pool_gib in kv_connector_extra_config")
+        self.host_manager.coordinator = self
+        self.host_manager.bind_host_pool(config.hisparse_host_num_blocks)
+        self.resident_managers = tuple(
+            NativeResidentManager.adopt(manager, at) for at, (_, manager) in enumerate(residents)
+        )
+        self.hot_managers = tuple(
+            NativeHotManager.adopt(manager, at == len(hots) - 1) for at, manager in enumerate(hots)
+        )
+        for manager in (*self.resident_managers, *self.hot_managers):
+            manager.coordinator = self
+        self._num_other_groups = len(others)
+
+    def _build_core(
+        self,
+        config: KVCacheConfig,
+        max_model_len: int,
+        num_reprefillable_tokens: int,
+        settings: CoordinatorSettings,
+    ) -> Coordinator:
+        region = self.hot_managers[0].blocks_per_request
+        hot_rows = region * self.block_size
+        window = max(self.resident_managers[0].max_admission_blocks_per_request, _MIN_WINDOW_PAGES)
+        blocks_per_page = self.num_groups + self._num_other_groups
+        assert config.hisparse_host_num_blocks is not None
+        return Coordinator(
+            # vLLM admits by the window below and has sized its pools by it.
+            engine_checks_pools=True,
+            block_size=self.block_size,
+            num_kv_groups=self.num_groups,
+            gpu_blocks=config.num_blocks,
+            host_blocks=config.hisparse_host_num_blocks,
+            other_blocks_per_page=self._num_other_groups,
+            hot_rows=hot_rows,
+            top_k=settings.top_k or hot_rows // settings.verification_rows,
+            verification_rows=settings.verification_rows,
+            num_ranks=settings.num_ranks or 1,
+            num_host_writers=settings.num_host_writers or 1,
+            host_copy="mirrored",
+            # A sibling may load asynchronously into any block that the pool hands out.
+            release_point="completed",
+            transition=True,
+            # vLLM admits a request onto one window of pages and counts on the rest being given
+            # up, so the next window must find free blocks.
+            transition_watermark=max(
+                region * self.num_groups, config.num_blocks // 10, window * blocks_per_page
+            ),
+            hot_return_steps=settings.hot_return_steps,
+            admission_window_pages=window,
+            num_reprefillable_tokens=num_reprefillable_tokens,
+            max_model_len=max_model_len,
+        )
+
+    # What the managers call while vLLM schedules.
+
+    def commit_computed_blocks(self, request_id: str, num_host_pages: int) -> None:
+        """A prefix hit: the source table holds published pages now. Idempotent."""
+        if request_id not in self._hits:
+            self._hits[request_id] = len(self.host_manager.req_to_blocks.get(request_id, ()))
+
+    def record_pending_host_import(self, request_id: str, num_tokens: int) -> None:
+        """A sibling is about to bring the first `num_tokens` tokens."""
+        self._imports[request_id] = num_tokens
+
+    def publish_when_ready(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        retention_interval: int | None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """The first `num_computed_tokens` tokens are final: durable pages of them may publish."""
+        self.publisher.note(request, num_computed_tokens, retention_interval, replay_boundaries)
+
+    def free(self, request_id: str) -> None:
+        """The request leaves; the resident tables keep what vLLM has to free. Idempotent."""
+        self._hits.pop(request_id, None)
+        importing = self._imports.pop(request_id, None) is not None
+        entry = self._tracked.pop(request_id, None)
+        publishable = self.publisher.live.get(request_id)
+        if entry is not None:
+            finished = publishable is not None and publishable.request.is_finished()
+            self._free_tracked(request_id, entry, importing, finished)
+        self.publisher.live.pop(request_id, None)
+
+    def gave_region_back(self, request_id: str) -> bool:
+        """True if the request had another hot region before."""
+        entry = self._tracked.get(request_id)
+        return entry is not None and entry.gave_back
+
+    def residency_row(self, request_id: str, resident_index: int) -> list[KVCacheBlock]:
+        """Blocks of one resident group for the pages that the Coordinator knows."""
+        entry = self._tracked.get(request_id)
+        if entry is None:
+            return []
+        self._report_reused()
+        row = self.core.residency_row(entry.id)[resident_index :: self.num_groups]
+        return list(map(self.gpu_pool.blocks.__getitem__, row))
+
+    # What the connector calls.
+
+    def plan_step(
+        self,
+        request_ids: Sequence[str],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        drafts: Sequence[int],
+        known: Sequence[int],
+    ) -> tuple[StepPlan, npt.NDArray[np.int32]]:
+        """Reports the step and carries out its plan; returns it and the batch's dense ids.
+
+        Args:
+            request_ids: the batch, in its order.
+            starts: tokens computed before the step.
+            counts: tokens that it computes.
+            drafts: speculative tokens among them.
+            known: tokens that are certain, see `Coordinator.step`.
+
+        Raises:
+            ProtocolError: a request without blocks, or scheduled before its import has ended.
+        """
+        events = TableEvents()
+        tracked = self._tracked
+        ids = []
+        for request_id in request_ids:
+            entry = tracked.get(request_id)
+            if entry is None or len(entry.table) != entry.pages:
+                entry = self._pull(request_id, events)
+            if entry is None or entry.importing:
+                raise ProtocolError(
+                    f"request {request_id} is scheduled without blocks or before its import has "
+                    "ended; connectors that load synchronously cannot stand beside this one"
+                )
+            ids.append(entry.id)
+        self._pull_grants(events)
+        batch = int32(ids)
+        plan = self.core.step(
+            gpu_free=self.gpu_pool.get_num_free_blocks(),
+            host_free=self.host_pool.get_num_free_blocks(),
+            scheduled=(batch, int32(starts), int32(counts), int32(drafts)),
+            known_tokens=int32(known),
+            reused_blocks=self._take_reused(),
+            **events.arguments(self.num_groups),
+        )
+        self._carry_out(plan)
+        return plan, batch
+
+    def update_spills(
+        self, enqueued_counts: Mapping[int, int], completed_counts: Mapping[int, int]
+    ) -> None:
+        """Acknowledgements of the workers, summed over ranks."""
+        enqueued, completed = self.acks.translate(enqueued_counts, completed_counts)
+        plan = self.core.absorb_worker_output(self._take_reused(), enqueued, completed)
+        self._carry_out_due(plan)
+
+    def finish_host_import(self, request_id: str, *, failed: bool) -> None:
+        """A sibling's import ended. vLLM frees a request whose import failed, as a whole."""
+        if request_id not in self._imports:
+            return
+        self.tell([request_id])
+        num_tokens = self._imports.pop(request_id)
+        entry = self._tracked.get(request_id)
+        if entry is None:
+            return
+        entry.importing = False
+        entry.pages = self.core.on_import_finished(entry.id, None if failed else num_tokens)
+        self._carry_out_due(self.core.build_due_plan())
+
+    def take_host_copies(self) -> tuple[tuple[int, int], ...]:
+        """Drains host copy-on-write work; both endpoints stay leased until it is reported."""
+        pairs = self.host_manager.take_host_cow_copies()
+        for source, copy in pairs:
+            self._host_copies[copy.block_id] = (source, copy)
+        return tuple((source.block_id, copy.block_id) for source, copy in pairs)
+
+    def release_completed_host_copies(self, dst_block_ids: Iterable[int]) -> None:
+        """The workers have run these copies."""
+        blocks: list[KVCacheBlock] = []
+        for block_id in dst_block_ids:
+            blocks.extend(self._host_copies.pop(block_id, ()))
+        if blocks:
+            self.host_pool.free_blocks(reversed(blocks))
+
+    def has_pending_work(self) -> bool:
+        """True while the engine must keep stepping so that transfers drain."""
+        return bool(
+            self.pending_spills or self.due or self._host_copies
+        ) or self.core.has_pending_work()
+
+    def has_pending_reclamation(self) -> bool:
+        """True if GPU blocks will become free without a preemption."""
+        self._report_reused()
+        return self.core.has_pending_reclamation(
+            self.gpu_pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
+        )
+
+    def get_host_block_pool(self) -> BlockPool:
+        """The host pool."""
+        return self.host_pool
+
+    def take_plans(self, step: StepPlan) -> tuple[StepPlan, ...]:
+        """Drains the plans that the workers have not got, the step's last."""
+        plans = (*self.due, step)
+        self.due.clear()
+        return plans
+
+    # Events.
+
+    def tell(self, request_ids: Iterable[str]) -> None:
+        """Reports these requests' tables outside a step."""
+        events = TableEvents()
+        for request_id in request_ids:
+            self._pull(request_id, events)
+        self._pull_grants(events)
+        self._report_reused()
+        if events:
+            events.tell(self.core, self.num_groups)
+
+    def _pull(self, request_id: str, events: TableEvents) -> _Tracked | None:
+        entry = self._tracked.get(request_id)
+        if entry is None:
+            table = self.host_manager.req_to_blocks.get(request_id)
+            if not table or request_id not in self.resident_managers[0].req_to_blocks:
+                return None
+            entry = self._admit(request_id, table, events)
+        if entry.importing or len(entry.table) == entry.pages:
+            return entry
+        first, entry.pages = entry.pages, len(entry.table)
+        events.append(
+            entry.id,
+            first,
+            [block.block_id for block in entry.table[first:]],
+            [
+                [block.block_id for block in manager.req_to_blocks[request_id][first:]]
+                for manager in self.resident_managers
+            ],
+        )
+        return entry
+
+    def _admit(
+        self, request_id: str, table: list[KVCacheBlock], events: TableEvents
+    ) -> _Tracked:
+        id = self._interner.bind(request_id)
+        self._names[id] = request_id
+        self.started.append((id, request_id))
+        entry = self._tracked[request_id] = _Tracked(id, table, 0)
+        hits = self._hits.pop(request_id, 0)
+        num_tokens = self._imports.get(request_id)
+        if num_tokens is not None:
+            entry.importing = True
+            entry.pages = -(-num_tokens // self.block_size)
+            tail = entry.pages - 1
+            events.admit_import(
+                id,
+                num_tokens,
+                min(hits, entry.pages),
+                [block.block_id for block in table[: entry.pages]],
+                [m.req_to_blocks[request_id][tail].block_id for m in self.resident_managers],
+            )
+        elif hits:
+            entry.pages = hits
+            events.admit_host_prefix(id, [block.block_id for block in table[:hits]])
+        else:
+            events.admit(id)
+        return entry
+
+    def _pull_grants(self, events: TableEvents) -> None:
+        for request_id in dict.fromkeys(self.hot_granted):
+            entry = self._pull(request_id, events)
+            if entry is None or entry.hot:
+                continue
+            if all(manager.has_hot(request_id) for manager in self.hot_managers):
+                entry.hot = True
+                events.grant(
+                    entry.id,
+                    [
+                        block.block_id
+                        for manager in self.hot_managers
+                        for block in manager.req_to_blocks[request_id]
+                    ],
+                )
+        self.hot_granted.clear()
+
+    def _take_reused(self) -> npt.NDArray[np.int32] | None:
+        if not self._reused:
+            return None
+        blocks = int32([block.block_id for block in self._reused])
+        # The pool's watchers append to this very list.
+        self._reused.clear()
+        return blocks
+
+    def _report_reused(self) -> None:
+        blocks = self._take_reused()
+        if blocks is not None:
+            self.core.on_blocks_reused(blocks)
+
+    # Plans.
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        self.acks.expect(plan)
+        gpu, host = self.gpu_pool, self.host_pool
+        if len(plan.touch_gpu):
+            gpu.touch(_blocks(gpu, plan.touch_gpu))
+        if len(plan.touch_host):
+            host.touch(_blocks(host, plan.touch_host))
+        for id, num_pages in zip(
+            plan.publish_request.tolist(), plan.publish_num_pages.tolist(), strict=True
+        ):
+            name = self._names[id]
+            entry = self._tracked.get(name)
+            if entry is not None and entry.id == id:
+                self.publisher.publish(name, num_pages)
+            else:
+                self.publisher.publish_detached(id, num_pages)
+        self._take_regions_back(plan.hot_regions_returned.tolist())
+        if len(plan.unpin_gpu):
+            gpu.unpin_blocks(_blocks(gpu, plan.unpin_gpu), self._reused.append)
+        if len(plan.free_gpu):
+            gpu.free_blocks(_blocks(gpu, plan.free_gpu))
+        if len(plan.free_host):
+            host.free_blocks(_blocks(host, plan.free_host))
+        for id in plan.hot_regions_wanted.tolist():
+            for manager in self.hot_managers:
+                manager.require_hot(self._names[id])
+        for id in plan.retired.tolist():
+            self.publisher.retire(id)
+            self._retire(id)
+        if len(plan.lost_pages):
+            request, page = plan.lost_pages.tolist()[0]
+            raise InvariantError(
+                f"page {page} of request {self._names[request]} was lost: its copy failed after "
+                "its GPU blocks were given up"
+            )
+
+    def _carry_out_due(self, plan: StepPlan) -> None:
+        self._carry_out(plan)
+        if len(plan.transfer_id):
+            self.due.append(plan)
+
+    def _take_regions_back(self, ids: list[int]) -> None:
+        for id in ids:
+            name = self._names[id]
+            entry = self._tracked[name]
+            entry.hot, entry.gave_back = False, True
+            for manager in self.hot_managers:
+                # The plan frees the blocks.
+                del manager.req_to_blocks[name]
+                manager.hot_required.discard(name)
+
+    def _retire(self, id: int) -> None:
+        del self._names[id]
+        self._interner.retire(int32([id]))
+        self.retired.append(id)
+
+    # Frees.
+
+    def _free_tracked(
+        self, request_id: str, entry: _Tracked, importing: bool, finished: bool
+    ) -> None:
+        self._report_reused()
+        if importing:
+            # vLLM frees the blocks of an import only once nobody writes them any more.
+            self.core.on_import_finished(entry.id, None)
+        plan = self.core.on_freed(entry.id, "finished" if finished else "preempted")
+        self._interner.unbind(request_id)
+        if finished and plan.publish_pages:
+            self.publisher.publish(request_id, plan.publish_pages)
+        if finished and not plan.retired:
+            self.publisher.detach(request_id, entry.id)
+        if len(plan.unpin_gpu):
+            blocks = _blocks(self.gpu_pool, plan.unpin_gpu)
+            self.gpu_pool.unpin_blocks(blocks, self._reused.append)
+        if entry.hot:
+            for manager in self.hot_managers:
+                del manager.req_to_blocks[request_id]
+        # Blocks that the Coordinator was not told of, or has forgotten with an import.
+        first = 0 if importing else entry.pages
+        tables = [
+            block
+            for manager in self.resident_managers
+            for block in manager.req_to_blocks[request_id][first:]
+            if not block.is_null
+        ]
+        # vLLM frees a table from its end, or holds it back while a step may still write it.
+        tables.extend(_blocks(self.gpu_pool, plan.free_gpu[::-1]))
+        for manager in self.resident_managers:
+            manager.req_to_blocks.pop(request_id, None)
+        self.resident_managers[0].req_to_blocks[request_id] = tables
+        if plan.retired:
+            self._retire(entry.id)
+
+
+def _blocks(pool: BlockPool, ids: npt.NDArray[np.int32]) -> list[KVCacheBlock]:
+    return list(map(pool.blocks.__getitem__, ids.tolist()))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the flat arrays in which block table changes reach the Rust Coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotpage._core import PREFIX_HOST, PREFIX_IMPORT, PREFIX_PARTIAL_IMPORT, Coordinator
+
+Int32 = npt.NDArray[np.int32]
+
+
+def int32(values: Sequence[int]) -> Int32:
+    """`values` as an array."""
+    return np.array(values, dtype=np.int32)
+
+
+class TableEvents:
+    """Admissions, appended pages and hot regions of one step, in the order of their calls."""
+
+    __slots__ = ("_admitted", "_appended", "_regions")
+
+    def __init__(self) -> None:
+        self._admitted: list[tuple[int, int, int, int, list[int], list[int]]] = []
+        self._appended: list[tuple[int, int, list[int], list[int]]] = []
+        self._regions: list[tuple[int, list[int]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._admitted or self._appended or self._regions)
+
+    def admit(self, request: int) -> None:
+        """A request that starts without a prefix."""
+        self._admitted.append((request, PREFIX_HOST, 0, 0, [], []))
+
+    def admit_host_prefix(self, request: int, host_blocks: list[int]) -> None:
+        """A request that starts with published host pages."""
+        self._admitted.append((request, PREFIX_HOST, 0, 0, host_blocks, []))
+
+    def admit_import(
+        self,
+        request: int,
+        num_tokens: int,
+        host_pages: int,
+        host_blocks: list[int],
+        tail_blocks: list[int],
+    ) -> None:
+        """A request that waits for a sibling's import; `tail_blocks` `[G]` hold its last page."""
+        kind = PREFIX_PARTIAL_IMPORT if host_pages else PREFIX_IMPORT
+        nulls = [0] * (len(tail_blocks) * (len(host_blocks) - 1))
+        self._admitted.append(
+            (request, kind, num_tokens, host_pages, host_blocks, nulls + tail_blocks)
+        )
+
+    def append(
+        self, request: int, first_page: int, host_blocks: list[int], columns: list[list[int]]
+    ) -> None:
+        """Further pages; `columns` `[G][pages]` are their GPU blocks."""
+        rows = list(chain.from_iterable(zip(*columns, strict=True)))
+        self._appended.append((request, first_page, host_blocks, rows))
+
+    def grant(self, request: int, blocks: list[int]) -> None:
+        """A hot region, `[G][blocks per hot group]`."""
+        self._regions.append((request, blocks))
+
+    def arguments(self, num_groups: int) -> dict[str, Any]:
+        """Keyword arguments of `Coordinator.step`."""
+        found: dict[str, Any] = {}
+        if self._admitted:
+            found["admitted"] = self._admitted_arrays(num_groups)
+            found["prefix_host_pages"] = int32([entry[3] for entry in self._admitted])
+        if self._appended:
+            requests, first, host, rows = zip(*self._appended, strict=True)
+            found["allocated"] = (
+                int32(requests),
+                int32(first),
+                _offsets(host),
+                int32(list(chain.from_iterable(host))),
+                int32(list(chain.from_iterable(rows))),
+            )
+        if self._regions:
+            found["hot_regions"] = (
+                int32([request for request, _ in self._regions]),
+                int32(list(chain.from_iterable(blocks for _, blocks in self._regions))),
+            )
+        return found
+
+    def tell(self, core: Coordinator, num_groups: int) -> None:
+        """Reports the events outside a step."""
+        if self._admitted:
+            host_pages = int32([entry[3] for entry in self._admitted])
+            core.on_admitted(*self._admitted_arrays(num_groups), prefix_host_pages=host_pages)
+        if self._appended:
+            core.on_blocks_allocated(*self.arguments(num_groups)["allocated"])
+        for request, blocks in self._regions:
+            core.on_hot_region_allocated(request, int32(blocks))
+
+    def _admitted_arrays(self, num_groups: int) -> tuple[npt.NDArray[Any], ...]:
+        requests, kinds, tokens, _, host, resident = zip(*self._admitted, strict=True)
+        # One array serves the whole batch, so requests without GPU blocks carry null blocks.
+        if any(resident):
+            resident = tuple(
+                blocks or [0] * (num_groups * len(hosts))
+                for blocks, hosts in zip(resident, host, strict=True)
+            )
+        return (
+            int32(requests),
+            np.array(kinds, dtype=np.uint8),
+            int32(tokens),
+            _offsets(host),
+            int32(list(chain.from_iterable(host))),
+            int32(list(chain.from_iterable(resident))),
+        )
+
+
+def _offsets(runs: Sequence[Sequence[int]]) -> Int32:
+    return np.cumsum([0, *map(len, runs)], dtype=np.int32)

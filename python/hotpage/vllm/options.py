@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the options in `kv_connector_extra_config`, and the settings that native refuses.
+
+`host_pool_gib` is among the options but vLLM's own: it reads and checks it before any connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hotpage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MODULE_PATH = "hotpage.vllm"
+SIBLINGS_KEY = "hotpage_siblings"
+"""Key under which the general plugin notes the connectors beside ours in a MultiConnector."""
+
+# A sibling that never reads or writes host rows lets the pool take any layout.
+HOST_BLIND_SIBLINGS = frozenset({"OffloadingConnector"})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose for this connector.
+
+    Args:
+        engine: `native` runs the Rust Coordinator; `upstream` leaves all to vLLM's own code.
+        host_layout: order of rows in the host pool; `auto` follows from the siblings.
+        allocate_fast_path: answer allocations that need no block without asking every manager.
+        hot_return_steps: steps of full residency after which a hot region is given back.
+        metrics_interval: steps between two reads of the device counters.
+        siblings: connectors beside this one in a MultiConnector.
+    """
+
+    engine: Literal["native", "upstream"] = "native"
+    host_layout: Literal["auto", "row_interleaved", "layer_major"] = "auto"
+    allocate_fast_path: bool = False
+    hot_return_steps: int = 512
+    metrics_interval: int = 200
+    siblings: tuple[str, ...] = ()
+
+    @property
+    def resolved_host_layout(self) -> Literal["row_interleaved", "layer_major"]:
+        """`auto` made definite: interleaved wherever no sibling looks at host rows."""
+        if self.host_layout != "auto":
+            return self.host_layout
+        blind = all(name in HOST_BLIND_SIBLINGS for name in self.siblings)
+        return "row_interleaved" if blind else "layer_major"
+
+
+def parse_options(extra: Mapping[str, Any]) -> Options:
+    """Reads the options of one connector entry.
+
+    Raises:
+        ConfigError: an unknown option or value; the text names it, the choices and the remedy.
+    """
+    left = dict(extra)
+    left.pop("host_pool_gib", None)
+    siblings = tuple(left.pop(SIBLINGS_KEY, ()))
+    options = Options(
+        engine=_choice(left, "engine", ("native", "upstream")),
+        host_layout=_choice(left, "host_layout", ("auto", "row_interleaved", "layer_major")),
+        allocate_fast_path=_flag(left, "allocate_fast_path", Options.allocate_fast_path),
+        hot_return_steps=_steps(left, "hot_return_steps", Options.hot_return_steps),
+        metrics_interval=_steps(left, "metrics_interval", Options.metrics_interval),
+        siblings=siblings,
+    )
+    if left:
+        known = "engine, host_layout, allocate_fast_path, hot_return_steps, metrics_interval"
+        raise ConfigError(
+            f"{min(left)} is no option of hotpage; remove it or use one of host_pool_gib, {known}"
+        )
+    return options
+
+
+def check_native(config: VllmConfig, options: Options) -> None:
+    """Refuses what the native engine cannot serve.
+
+    Raises:
+        ConfigError: one sentence that names the setting and the remedy.
+    """
+    for complaint in _complaints(config, options):
+        raise ConfigError(complaint)
+
+
+def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
+    parallel = config.parallel_config
+    found = []
+    remedy = 'set "engine": "upstream" in kv_connector_extra_config'
+    if parallel.prefill_context_parallel_size > 1:
+        found.append(
+            "engine native does not serve prefill_context_parallel_size "
+            f"{parallel.prefill_context_parallel_size}; set it to 1"
+        )
+    if parallel.enable_dbo:
+        found.append("engine native does not serve dual-batch overlap; drop --enable-dbo")
+    if config.cache_config.cache_dtype == "nvfp4_ds_mla":
+        found.append(
+            "engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla or bfloat16"
+        )
+    model = config.model_config
+    if model is not None and getattr(model, "enable_sleep_mode", False):
+        found.append(f"engine native does not survive sleep mode; drop --enable-sleep-mode or {remedy}")
+    kind = getattr(getattr(model, "hf_config", None), "model_type", None)
+    if kind == "deepseek_v4":
+        found.append("engine native does not serve DeepSeek V4, whose KV layout it does not know")
+    if options.host_layout == "row_interleaved":
+        readers = [name for name in options.siblings if name not in HOST_BLIND_SIBLINGS]
+        if readers:
+            found.append(
+                f"host_layout row_interleaved cannot be read by {readers[0]}; "
+                "use host_layout layer_major or take the connector out"
+            )
+    return found
+
+
+def _choice(left: dict[str, Any], name: str, choices: tuple[str, ...]) -> Any:
+    value = left.pop(name, choices[0])
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(choices)}; choose one")
+    return value
+
+
+def _flag(left: dict[str, Any], name: str, default: bool) -> bool:
+    value = left.pop(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, expected true or false; choose one")
+    return value
+
+
+def _steps(left: dict[str, Any], name: str, default: int) -> int:
+    value = left.pop(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, expected at least 1; give a number of steps")
+    return value
