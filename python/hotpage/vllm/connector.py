@@ -81,4 +81,5 @@ def _settings(config: VllmConfig, options: Options) -> CoordinatorSettings:
         top_k=config.model_config.hf_config.index_topk,
         verification_rows=1 + config.num_speculative_tokens,
         hot_return_steps=options.hot_return_steps,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
     )

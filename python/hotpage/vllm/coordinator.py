@@ -49,6 +49,7 @@ class CoordinatorSettings:
         top_k: rows that one decode row selects; None takes what the hot region holds.
         verification_rows: decode rows of a request in one step, 1 + speculative tokens.
         hot_return_steps: steps of full residency after which a hot region is given back.
+        step_tokens: most tokens of one step; 0 where it is not known.
     """
 
     num_ranks: int | None = None
@@ -56,6 +57,7 @@ class CoordinatorSettings:
     top_k: int | None = None
     verification_rows: int = 1
     hot_return_steps: int = 512
+    step_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -167,6 +169,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         hot_rows = region * self.block_size
         window = max(self.resident_managers[0].max_admission_blocks_per_request, _MIN_WINDOW_PAGES)
         blocks_per_page = self.num_groups + self._num_other_groups
+        # A request that is asked to take a hot region gets it with the step after: before that,
+        # two steps allocate.
+        lag = max(window, 2 * settings.step_tokens // self.block_size)
         assert config.hisparse_host_num_blocks is not None
         return Coordinator(
             # vLLM admits by the window below and has sized its pools by it.
@@ -186,9 +191,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             release_point="completed",
             transition=True,
             # vLLM admits a request onto one window of pages and counts on the rest being given
-            # up, so the next window must find free blocks.
+            # up, so what is allocated meanwhile must find free blocks.
             transition_watermark=max(
-                region * self.num_groups, config.num_blocks // 10, window * blocks_per_page
+                region * self.num_groups + lag * blocks_per_page, config.num_blocks // 10
             ),
             hot_return_steps=settings.hot_return_steps,
             admission_window_pages=window,
@@ -459,10 +464,12 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             else:
                 self.publisher.publish_detached(id, num_pages)
         self._take_regions_back(plan.hot_regions_returned.tolist())
-        if len(plan.unpin_gpu):
-            gpu.unpin_blocks(_blocks(gpu, plan.unpin_gpu), self._reused.append)
+        # A copy's lease ends before its page is unpinned: the pool hands out a block that is freed
+        # last before all others, and one that is unpinned last after them.
         if len(plan.free_gpu):
             gpu.free_blocks(_blocks(gpu, plan.free_gpu))
+        if len(plan.unpin_gpu):
+            gpu.unpin_blocks(_blocks(gpu, plan.unpin_gpu), self._reused.append)
         if len(plan.free_host):
             host.free_blocks(_blocks(host, plan.free_host))
         for id in plan.hot_regions_wanted.tolist():
