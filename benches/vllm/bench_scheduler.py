@@ -5,8 +5,9 @@
 
 Both sides run through `KVCacheManager` and `build_connector_meta`, the pickling of the metadata
 included. Needs an environment with vLLM; no GPU. Each line of FILE is
-`{case, groups, mtp, vllm_ms, hotpage_ms, floor_ms, ratio}`: medians in ms, `floor_ms` is what
-vLLM's own pool methods take for the same blocks, `ratio` is vllm_ms / hotpage_ms.
+`{case, groups, mtp, vllm_ms, hotpage_ms, floor_ms, ratio}`: medians in ms of this thread's CPU
+time, so that other work on the machine counts little; `floor_ms` is what vLLM's own pool methods
+take for the same blocks, `ratio` is vllm_ms / hotpage_ms.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ BLOCK = 64
 K = 1024
 CHUNK = 8 * K
 WARM_UP = 5
+
+_now = time.thread_time
 
 
 def main() -> None:
@@ -128,28 +131,28 @@ def _decode_steps(side: Side, mtp: int, steps: int) -> Iterator[tuple[str, float
     rows = 1 + mtp
     last: list[int] = []
     for step in range(WARM_UP + steps):
-        started = time.perf_counter()
+        started = _now()
         new_blocks = []
         for request in requests:
             blocks = side.manager.allocate_slots(request, rows, num_lookahead_tokens=mtp)
             assert blocks is not None
             new_blocks.append(blocks.get_block_ids(allow_none=True))
-        allocated = time.perf_counter()
+        allocated = _now()
         for request in requests:
             request.num_output_placeholders = rows if mtp else 0
         drafts = {r.request_id: [1] * mtp for r in requests} if mtp else {}
         batch = [(request.request_id, rows) for request in requests]
-        before = time.perf_counter()
+        before = _now()
         metadata = side.plan(batch, drafts, new_blocks)
         pickled(metadata)
-        planned = time.perf_counter()
+        planned = _now()
         for request in requests:
             request.num_computed_tokens += rows
             request.append_output_token_ids([1] * rows)
         ids = side.transfers(metadata)
-        reported = time.perf_counter()
+        reported = _now()
         side.report(ids, last)
-        done = time.perf_counter()
+        done = _now()
         last = ids
         if step >= WARM_UP:
             yield "decode_step", (planned - before) + (done - reported)
@@ -161,7 +164,7 @@ def one_off(groups: int, tokens: int) -> list[dict]:
     times: dict[tuple[str, str], list[float]] = {}
     floors: dict[str, list[float]] = {}
     for name in (VLLM, HOTPAGE):
-        side = make_side(name, _prefill_shape(groups, tokens, pool_windows=2 + tokens // CHUNK))
+        side = make_side(name, _resident_shape(groups, tokens))
         with _quiet_gc():
             for at in range(3):
                 request = make_request(f"donor-{at}", [at, *[1] * (tokens - 1)], BLOCK)
@@ -172,9 +175,9 @@ def one_off(groups: int, tokens: int) -> list[dict]:
                         floors.setdefault(method, []).append(spent)
                 request.status = RequestStatus.FINISHED_STOPPED
                 with _pool_time() as pool:
-                    started = time.perf_counter()
+                    started = _now()
                     side.manager.free(request)
-                    total = time.perf_counter() - started
+                    total = _now() - started
                 times.setdefault((name, "finish"), []).append(total)
                 times.setdefault((name, "finish_outside_pool"), []).append(total - pool[0])
                 del side.requests[request.request_id]
@@ -203,7 +206,7 @@ def prefill(groups: int, tokens: int) -> list[dict]:
     """One request in 8K-token chunks to `tokens`: time of a chunk, allocation included."""
     times = {}
     for name, fast_path in ((VLLM, False), (HOTPAGE, True)):
-        side = make_side(name, _prefill_shape(groups, tokens, 4), fast_path=fast_path)
+        side = make_side(name, _prefill_shape(groups, tokens), fast_path=fast_path)
         request = make_request("prefill", [1] * tokens, BLOCK)
         with _quiet_gc():
             times[name] = list(_prefill(side, request))
@@ -214,17 +217,31 @@ def prefill(groups: int, tokens: int) -> list[dict]:
     ]
 
 
-def _prefill_shape(groups: int, tokens: int, pool_windows: int) -> Shape:
-    pages = tokens // BLOCK + 8
-    window = CHUNK // BLOCK
+def _resident_shape(groups: int, tokens: int) -> Shape:
+    """Pools so large that a request of `tokens` tokens stays resident on both sides."""
+    pages = tokens // BLOCK + 24
     return Shape(
         num_groups=groups,
         block_size=BLOCK,
         hot_blocks=64,
-        num_blocks=2 * pages + groups * (2 * 64 + window * pool_windows) + 500,
+        num_blocks=5 * pages * (groups + 1) // 2 + 64 * groups + 1000,
         host_blocks=2 * pages + 200,
         max_model_len=tokens + K,
-        max_in_flight_tokens=2 * CHUNK if pool_windows == 4 else tokens + K,
+        max_in_flight_tokens=tokens + K,
+    )
+
+
+def _prefill_shape(groups: int, tokens: int) -> Shape:
+    """A GPU pool of few chunks, so that a long prefill moves to the host as it goes."""
+    pages = tokens // BLOCK + 8
+    return Shape(
+        num_groups=groups,
+        block_size=BLOCK,
+        hot_blocks=64,
+        num_blocks=2 * pages + groups * (2 * 64 + 4 * CHUNK // BLOCK) + 500,
+        host_blocks=2 * pages + 200,
+        max_model_len=tokens + K,
+        max_in_flight_tokens=2 * CHUNK,
     )
 
 
@@ -234,7 +251,7 @@ def _prefill(side: Side, request: Any) -> Iterator[float]:
     tokens = request.num_tokens
     while request.num_computed_tokens < tokens:
         count = min(CHUNK, tokens - request.num_computed_tokens)
-        started = time.perf_counter()
+        started = _now()
         blocks = side.manager.allocate_slots(request, count)
         if blocks is None:
             raise RuntimeError(f"{side.name}: no room at token {request.num_computed_tokens}")
@@ -243,12 +260,12 @@ def _prefill(side: Side, request: Any) -> Iterator[float]:
             new_blocks=[blocks.get_block_ids(allow_none=True)],
         )
         pickled(metadata)
-        planned = time.perf_counter()
+        planned = _now()
         request.num_computed_tokens += count
         ids = side.transfers(metadata)
-        reported = time.perf_counter()
+        reported = _now()
         side.report(ids, last)
-        yield (planned - started) + (time.perf_counter() - reported)
+        yield (planned - started) + (_now() - reported)
         last = ids
     side.report((), last)
 
@@ -257,10 +274,10 @@ def _prefix_hit(side: Side, name: str, tokens: list[int]) -> tuple[float, float]
     request = make_request(name, list(tokens), BLOCK)
     side.admit(request)
     with _pool_time() as pool:
-        started = time.perf_counter()
+        started = _now()
         blocks, num_computed, _ = side.manager.get_computed_blocks(request)
         count = request.num_tokens - num_computed
-        looked_up = time.perf_counter()
+        looked_up = _now()
         assert num_computed == (len(tokens) - 1) // BLOCK * BLOCK
         pool[0] = 0.0
         new = side.manager.allocate_slots(
@@ -270,7 +287,7 @@ def _prefix_hit(side: Side, name: str, tokens: list[int]) -> tuple[float, float]
         request.num_computed_tokens = num_computed
         metadata = side.plan([(name, count)], new_blocks=[new.get_block_ids(allow_none=True)])
         pickled(metadata)
-        total = time.perf_counter() - looked_up
+        total = _now() - looked_up
         del started
     ids = side.transfers(metadata)
     side.report(ids, ids)
@@ -288,14 +305,14 @@ def _pool_floor(side: Side, request: Any) -> Iterator[tuple[str, float]]:
         for manager in side.coordinator.resident_managers
         for block in manager.req_to_blocks[request.request_id]
     ]
-    started = time.perf_counter()
+    started = _now()
     pool.touch(blocks)
-    yield "touch", time.perf_counter() - started
+    yield "touch", _now() - started
     pool.free_blocks(blocks)
     # Unpinning to zero is what a finish does, so it is timed on the last reference.
-    started = time.perf_counter()
+    started = _now()
     pool.unpin_blocks(blocks, lambda block: None)
-    yield "unpin_blocks", time.perf_counter() - started
+    yield "unpin_blocks", _now() - started
     pool.touch(blocks)
 
 
@@ -309,13 +326,13 @@ def _pool_time() -> Iterator[list[float]]:
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             depth[0] += 1
-            started = time.perf_counter()
+            started = _now()
             try:
                 return method(*arguments)
             finally:
                 depth[0] -= 1
                 if not depth[0]:
-                    spent[0] += time.perf_counter() - started
+                    spent[0] += _now() - started
 
         return call
 

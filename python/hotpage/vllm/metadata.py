@@ -20,15 +20,16 @@ class HotPageConnectorMetadata(KVConnectorMetadata):
     Args:
         plans: plans in the order in which they must be carried out; the last one is the step's.
         batch: int32 dense ids of the scheduled requests, in schedule order, little-endian.
+        retired: dense ids whose requests no plan names any more; comes before `started`, which
+            may use them again.
         started: `(dense id, request id)` of requests that the workers have not heard of.
-        retired: dense ids that no later plan names.
         host_copies: `(source, destination)` host blocks to copy before the step.
     """
 
     plans: tuple[StepPlan, ...]
     batch: bytes
-    started: tuple[tuple[int, str], ...] = ()
     retired: tuple[int, ...] = ()
+    started: tuple[tuple[int, str], ...] = ()
     host_copies: tuple[tuple[int, int], ...] = ()
 
     @property

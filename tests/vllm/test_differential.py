@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random traces through vLLM's coordinator and ours, each on a real `KVCacheManager`.
+
+Where there is room the two must look alike to a user: same admissions, same readable pages, same
+published hashes. Under pressure they choose differently on purpose, so each must be right by
+itself: what attention reads is what was written, all requests end with the same output, and
+nothing leaks.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
+
+from serving import Serving, Traffic
+from sides import HOTPAGE, VLLM, Shape, make_side
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 4
+
+
+def shape(groups: int, drafts: int, num_blocks: int, host_blocks: int) -> Shape:
+    return Shape(
+        num_groups=groups,
+        block_size=BLOCK,
+        hot_blocks=2 * (1 + drafts),
+        num_blocks=num_blocks,
+        host_blocks=host_blocks,
+        max_model_len=64,
+        max_in_flight_tokens=16,
+        num_speculative_tokens=drafts,
+    )
+
+
+def serve(side_name: str, shape: Shape, traffic: Traffic, *, fast_path: bool = False) -> Serving:
+    serving = Serving(make_side(side_name, shape, fast_path=fast_path), traffic)
+    serving.run(max_steps=3000)
+    return serving
+
+
+def assert_nothing_leaks(serving: Serving) -> None:
+    side = serving.side
+    gpu, host = side.manager.block_pool, side.coordinator.get_host_block_pool()
+    assert gpu.get_num_free_blocks() == gpu.num_gpu_blocks - 1
+    assert host.get_num_free_blocks() == host.num_gpu_blocks - 1
+    assert all(block.ref_cnt == 0 for pool in (gpu, host) for block in pool.blocks[1:])
+    assert not side.coordinator.pending_spills
+    for manager in side.manager.coordinator.single_type_managers:
+        assert not any(manager.req_to_blocks.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("groups", "drafts"), [(1, 0), (3, 0), (2, 3)])
+def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, drafts: int) -> None:
+    # See test_intended_differences.py for what an import that ends at a page boundary changes.
+    traffic = Traffic(
+        seed=seed,
+        num_requests=40,
+        max_prompt=40,
+        max_output=12,
+        chunk=16,
+        aligned_imports=False,
+    )
+    roomy = shape(groups, drafts, num_blocks=2000, host_blocks=1000)
+    theirs = serve(VLLM, roomy, traffic)
+    ours = serve(HOTPAGE, roomy, traffic)
+    assert ours.finished == theirs.finished
+    for mine, other in zip(ours.log, theirs.log, strict=True):
+        assert mine == other
+    for serving in (ours, theirs):
+        assert serving.num_preemptions == 0
+        assert_nothing_leaks(serving)
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(("groups", "drafts"), [(1, 0), (2, 3)])
+def test_under_pressure_each_reads_what_was_written_and_leaks_nothing(
+    seed: int, groups: int, drafts: int
+) -> None:
+    traffic = Traffic(seed=100 + seed, num_requests=40, max_prompt=40, max_output=12, chunk=16)
+    blocks = 16 * (1 + groups) + 6 * (1 + drafts) * groups
+    tight = shape(groups, drafts, num_blocks=blocks, host_blocks=40)
+    theirs = serve(VLLM, tight, traffic)
+    ours = serve(HOTPAGE, tight, traffic)
+    assert ours.finished.keys() == theirs.finished.keys()
+    for serving in (ours, theirs):
+        assert_nothing_leaks(serving)
