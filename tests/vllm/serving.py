@@ -287,6 +287,7 @@ class Serving:
         self.num_preemptions += 1
         self.running.remove(life)
         self.side.manager.free(life.request)
+        self.worker.tables.pop(life.name, None)
         life.request.status = RequestStatus.PREEMPTED
         life.request.num_computed_tokens = 0
         life.request.spec_token_ids = []

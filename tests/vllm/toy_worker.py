@@ -40,8 +40,6 @@ class ToyWorker:
                 if transfer.restore:
                     self._restore(transfer.host_block_id, transfer.resident_block_ids)
             for name, update in metadata.residency_updates.items():
-                if 0 in update.pages:
-                    self.tables[name] = {}
                 for page, blocks in zip(update.pages, zip(*update.block_ids, strict=True), strict=True):
                     self.tables.setdefault(name, {})[page] = list(blocks)
             return

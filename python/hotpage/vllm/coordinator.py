@@ -232,7 +232,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         if entry is not None:
             finished = publishable is not None and publishable.request.is_finished()
             self._free_tracked(request_id, entry, importing, finished)
-        self.publisher.live.pop(request_id, None)
+        self.publisher.forget(request_id)
 
     def gave_region_back(self, request_id: str) -> bool:
         """True if the request had another hot region before."""

@@ -19,8 +19,6 @@ class Publishable:
     num_tokens: int
     retention_interval: int | None
     replay_boundaries: Sequence[int]
-    num_pages: int = 0
-    """Durable pages, as far as the Coordinator has said so."""
 
 
 @dataclass(slots=True)
@@ -38,6 +36,9 @@ class Publisher:
 
     source: HiSparseSourceManager
     live: dict[str, Publishable] = field(default_factory=dict)
+    num_durable: dict[str, int] = field(default_factory=dict)
+    """Leading pages of live requests that the Coordinator has found durable; an import's are
+    before vLLM has said which of its tokens are final."""
     _detached: dict[int, _Detached] = field(default_factory=dict)
 
     def note(
@@ -48,25 +49,29 @@ class Publisher:
         replay_boundaries: Sequence[int],
     ) -> None:
         """Notes that the first `num_tokens` tokens of a live request are final."""
-        known = self.live.get(request.request_id)
+        request_id = request.request_id
+        known = self.live.get(request_id)
         if known is None or known.request is not request:
-            self.live[request.request_id] = Publishable(
-                request, num_tokens, retention_interval, replay_boundaries
-            )
-            return
-        known.num_tokens = num_tokens
-        known.retention_interval = retention_interval
-        known.replay_boundaries = replay_boundaries
-        published = self.source.num_cached_block.get(request.request_id, 0)
-        if published < known.num_pages:
+            known = Publishable(request, num_tokens, retention_interval, replay_boundaries)
+            self.live[request_id] = known
+        else:
+            known.num_tokens = num_tokens
+            known.retention_interval = retention_interval
+            known.replay_boundaries = replay_boundaries
+        if self.source.num_cached_block.get(request_id, 0) < self.num_durable.get(request_id, 0):
             self._publish(known)
 
     def publish(self, request_id: str, num_pages: int) -> None:
         """The first `num_pages` pages of a live request are durable."""
+        self.num_durable[request_id] = num_pages
         known = self.live.get(request_id)
         if known is not None:
-            known.num_pages = num_pages
             self._publish(known)
+
+    def forget(self, request_id: str) -> None:
+        """The request has left; `detach` comes before."""
+        self.live.pop(request_id, None)
+        self.num_durable.pop(request_id, None)
 
     def detach(self, request_id: str, dense_id: int) -> None:
         """A request ended while copies of its pages are under way.
@@ -109,7 +114,7 @@ class Publisher:
         size = self.source.block_size
         self.source.publish_blocks(
             known.request,
-            min(known.num_tokens, known.num_pages * size),
+            min(known.num_tokens, self.num_durable[known.request.request_id] * size),
             retention_interval=known.retention_interval,
             replay_boundaries=known.replay_boundaries,
         )
