@@ -31,6 +31,8 @@ class Traffic:
     failed_imports: int = 30
     abort: int = 2
     reset: int = 5
+    max_lag: int = 2
+    """Most steps between a copy's enqueue and its completion."""
     aligned_imports: bool = True
     """False: no import ends at a page boundary, where the two sides publish at different times."""
 
@@ -46,6 +48,8 @@ class Life:
     request: Request
     ready_at: int = -1
     """Step in which its import ends."""
+    num_hit_pages: int = 0
+    """Pages of its local prefix hit."""
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Serving:
         self.importing: list[Life] = []
         self.step = 0
         self.num_arrived = 0
-        self._acks: deque[tuple[int, int]] = deque()
+        self._acks: dict[int, int] = {}
 
     def run(self, max_steps: int) -> None:
         """Steps until every request has left and every transfer has drained."""
@@ -195,6 +199,7 @@ class Serving:
                 return
             self.waiting.popleft()
             self.side.admit(request)
+            life.num_hit_pages = local // self.side.shape.block_size
             self.log.append(("admit", self.step, life.name, local, external))
             if external:
                 request.num_computed_tokens = local + external
@@ -218,11 +223,11 @@ class Serving:
         for life, tokens, num_drafts in batch:
             self._sample(life, tokens, num_drafts)
         ids = self.side.transfers(metadata)
-        lag = self.draw(3, "lag", self.step)
-        self._acks.extend((id, self.step + lag) for id in ids)
-        done = []
-        while self._acks and self._acks[0][1] <= self.step:
-            done.append(self._acks.popleft()[0])
+        lag = self.draw(self.traffic.max_lag + 1, "lag", self.step)
+        self._acks.update(dict.fromkeys(ids, self.step + lag))
+        done = [id for id, due in self._acks.items() if due <= self.step]
+        for id in done:
+            del self._acks[id]
         self._report(ids, done)
 
     def _forward(self, life: Life, tokens: int, num_drafts: int) -> None:
@@ -303,10 +308,13 @@ class Serving:
         self.worker.tables.pop(life.name, None)
 
     def _log_state(self, batch: list[tuple[Life, int, int]]) -> None:
+        size = self.side.shape.block_size
+        # Which GPU copies of a hit are found depends on their order in each index; that what is
+        # found is right has been checked row by row.
         readable = {
             life.name: tuple(
                 page
-                for page in range(-(-life.request.num_computed_tokens // self.side.shape.block_size))
+                for page in range(life.num_hit_pages, -(-life.request.num_computed_tokens // size))
                 if 0 not in self.worker.tables[life.name].get(page, [0])
             )
             for life, _, _ in batch

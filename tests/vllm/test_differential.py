@@ -51,16 +51,32 @@ def assert_nothing_leaks(serving: Serving) -> None:
         assert not any(manager.req_to_blocks.values())
 
 
-@pytest.mark.parametrize("seed", range(12))
+def assert_published_alike(one: Serving, other: Serving) -> None:
+    """What one side publishes the other does within two steps, or both forget it in a reset.
+
+    vLLM plans no copy of a page while it is being restored, so a page that fills up in that very
+    step is published one step later there.
+    """
+    resets = {entry[1] for entry in one.log if entry[0] == "reset"}
+    states = {entry[1]: set(entry[3]) for entry in other.log if entry[0] == "state"}
+    for entry in one.log:
+        if entry[0] == "state":
+            later = entry[1] + 2
+            if later in states and not resets & {later - 1, later}:
+                assert set(entry[3]) <= states[later], entry[:2]
+
+
+@pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize(("groups", "drafts"), [(1, 0), (3, 0), (2, 3)])
 def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, drafts: int) -> None:
-    # See test_intended_differences.py for what an import that ends at a page boundary changes.
+    # See test_replaced.py for what an import that ends at a page boundary changes.
     traffic = Traffic(
         seed=seed,
         num_requests=40,
         max_prompt=40,
         max_output=12,
         chunk=16,
+        max_lag=0,
         aligned_imports=False,
     )
     roomy = shape(groups, drafts, num_blocks=2000, host_blocks=1000)
@@ -68,7 +84,9 @@ def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, dra
     ours = serve(HOTPAGE, roomy, traffic)
     assert ours.finished == theirs.finished
     for mine, other in zip(ours.log, theirs.log, strict=True):
-        assert mine == other
+        assert mine[:3] == other[:3]
+    assert_published_alike(ours, theirs)
+    assert_published_alike(theirs, ours)
     for serving in (ours, theirs):
         assert serving.num_preemptions == 0
         assert_nothing_leaks(serving)
