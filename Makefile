@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-rust test-python lint wheel sdist develop bench-core clean
+.PHONY: help demo test test-rust test-python test-vllm lint wheel sdist develop bench-core clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,6 +27,7 @@ SOURCES := $(BUILD_SOURCES) $(RUST_SOURCES) $(PYTHON_SOURCES)
 help:
 	@echo 'make demo     run hotpage demo (no GPU, no CUDA compiler)'
 	@echo 'make test     every check that needs no GPU, on the wheel that make wheel builds'
+	@echo 'make test-vllm  the adapter inside vLLM $(VLLM_VERSION), and that version'"'"'s own tests'
 	@echo 'make wheel    dist/*.whl with the kernels, its platform tag checked'
 	@echo 'make sdist    dist/*.tar.gz'
 	@echo 'make bench-core  scheduler latency as a table and in build/bench-core.json'
@@ -85,6 +86,37 @@ test-rust: $(VENV)/stamp-venv
 test-python: $(VENV)/stamp-full
 	$(BIN)/python -m pytest -m 'not gpu' tests
 
+# vLLM brings its own torch, so the adapter is tested in an environment of its own.
+VLLM_VERSION := 0.33.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check -q
+VLLM_SOURCE := $(VLLM_VENV)/vllm-$(VLLM_VERSION)
+
+$(VLLM_VENV)/stamp-vllm: $(VENV)/stamp-venv
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --upgrade 'pip>=24'
+	$(VLLM_PIP) install vllm==$(VLLM_VERSION) pytest tblib setuptools-scm setuptools-rust
+	$(VLLM_PIP) freeze > $(VLLM_VENV)/freeze.txt
+	touch $@
+
+# The wheel ships no tests. Only the archive is wanted, but pip asks its setup.py for metadata
+# first, which needs torch and the setuptools plugins and builds nothing for the target `empty`.
+$(VLLM_SOURCE)/stamp: $(VLLM_VENV)/stamp-vllm
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) $(VLLM_PIP) download \
+	  --no-deps --no-build-isolation --no-binary vllm -d $(VLLM_VENV) vllm==$(VLLM_VERSION)
+	tar -xzf $(VLLM_SOURCE).tar.gz -C $(VLLM_VENV) \
+	  vllm-$(VLLM_VERSION)/tests vllm-$(VLLM_VERSION)/pyproject.toml
+	touch $@
+
+$(VLLM_VENV)/stamp-hotpage: $(VLLM_VENV)/stamp-vllm dist/stamp-wheel
+	$(VLLM_PIP) install --force-reinstall --no-deps dist/*.whl
+	$(VLLM_PIP) install "$$(ls dist/*.whl)"
+	touch $@
+
+test-vllm: $(VLLM_SOURCE)/stamp $(VLLM_VENV)/stamp-hotpage
+	$(VLLM_BIN)/python tests/vllm/run_suite.py $(VLLM_SOURCE)
+
 lint: $(VENV)/stamp-venv
 	$(PIP) install ruff
 	$(BIN)/ruff check .
@@ -108,5 +140,5 @@ develop: $(VENV)/stamp-tools
 	rm -f $(VENV)/stamp-full $(VENV)/stamp-installed
 
 clean:
-	rm -rf $(VENV) build dist target python/hotpage/lib python/hotpage/_core*.so
+	rm -rf $(VENV) $(VLLM_VENV) build dist target python/hotpage/lib python/hotpage/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
