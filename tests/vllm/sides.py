@@ -159,8 +159,10 @@ class Side:
         )
 
 
-def make_side(name: str, shape: Shape, *, fast_path: bool = False) -> Side:
-    """A fresh side without requests."""
+def make_side(
+    name: str, shape: Shape, *, fast_path: bool = False, hot_return_steps: int = 512
+) -> Side:
+    """A fresh side without requests; the options are ours alone."""
     manager = KVCacheManager(
         shape.cache_config(),
         max_model_len=shape.max_model_len,
@@ -182,6 +184,7 @@ def make_side(name: str, shape: Shape, *, fast_path: bool = False) -> Side:
             num_host_writers=1,
             top_k=shape.hot_blocks * shape.block_size // rows,
             verification_rows=rows,
+            hot_return_steps=hot_return_steps,
         )
         scheduler = NativeConnectorScheduler(settings=settings, allocate_fast_path=fast_path)
         scheduler.bind_kv_cache_manager(manager)
