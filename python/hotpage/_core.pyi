@@ -191,6 +191,8 @@ class StepPlan:
     def refusals(self) -> list[tuple[int, Refusal]]: ...
     @property
     def retired(self) -> _Int32: ...
+    def nonempty(self, *names: str) -> dict[str, list[int]]:
+        """The lists among `names` that have elements, flat, by name."""
     def to_bytes(self) -> bytes: ...
     @staticmethod
     def from_bytes(data: bytes) -> StepPlan:
@@ -211,6 +213,8 @@ class FreePlan:
         """Empty but at shutdown: host blocks of a request are the engine's to free."""
     @property
     def retired(self) -> bool: ...
+    def nonempty(self, *names: str) -> dict[str, list[int]]:
+        """The lists among `names` that have elements, flat, by name."""
     def to_bytes(self) -> bytes: ...
     @staticmethod
     def from_bytes(data: bytes) -> FreePlan:

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from hotpage._core import TRANSFER_RESTORE
+from hotpage.vllm.events import Int32, int32, int64
 
-from hotpage._core import TRANSFER_RESTORE, StepPlan
-from hotpage.vllm.events import int32
-
-AckArrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
+AckArrays = tuple[Any, Int32]
 
 
 class TransferAcks:
@@ -33,11 +31,9 @@ class TransferAcks:
         self.pending: dict[int, int] = {}
         """Transfer id -> ranks to complete it, 0 where their number is not known yet."""
 
-    def expect(self, plan: StepPlan) -> None:
+    def expect(self, transfers: list[int], kinds: list[int]) -> None:
         """Notes the transfers of a plan."""
-        for transfer, kind in zip(
-            plan.transfer_id.tolist(), plan.transfer_kind.tolist(), strict=True
-        ):
+        for transfer, kind in zip(transfers, kinds, strict=True):
             ranks = self._num_ranks if kind == TRANSFER_RESTORE else self._num_host_writers
             self.pending[transfer] = ranks or 0
 
@@ -70,4 +66,4 @@ class TransferAcks:
 
 
 def _arrays(counts: Mapping[int, int]) -> AckArrays:
-    return np.array(list(counts), dtype=np.int64), int32(list(counts.values()))
+    return int64(counts), int32(counts.values())

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -27,13 +25,30 @@ from vllm.v1.request import Request
 from hotpage._core import Coordinator, RequestInterner, StepPlan
 from hotpage.errors import ConfigError, InvariantError, ProtocolError
 from hotpage.vllm.acks import TransferAcks
-from hotpage.vllm.events import TableEvents, int32
+from hotpage.vllm.events import Int32, TableEvents, int32
 from hotpage.vllm.managers import NativeHotManager, NativeResidentManager
 from hotpage.vllm.publication import Publisher
 from hotpage.vllm.surface import VllmSurface
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_WORK = (
+    "transfer_id",
+    "transfer_kind",
+    "touch_gpu",
+    "touch_host",
+    "publish_request",
+    "publish_num_pages",
+    "unpin_gpu",
+    "free_gpu",
+    "free_host",
+    "hot_regions_wanted",
+    "hot_regions_returned",
+    "retired",
+    "lost_pages",
+)
+"""Lists of a plan that the scheduler side carries out; the others are the workers'."""
 
 _MIN_WINDOW_PAGES = 3
 """A request needs its two-page tail and one page to prefill into."""
@@ -72,6 +87,17 @@ class _Tracked:
     importing: bool = False
     hot: bool = False
     gave_back: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The last step's batch; decode steps mostly have the same one again."""
+
+    request_ids: list[str]
+    entries: list[_Tracked]
+    ids: Int32
+    changes: int
+    """Admissions and frees before it."""
 
 
 class NativeCoordinator(VllmSurface, HiSparseCoordinator):
@@ -116,6 +142,8 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         self._imports: dict[str, int] = {}
         self._hits: dict[str, int] = {}
         self._reused: list[KVCacheBlock] = []
+        self._changes = 0
+        self._batch = _Batch([], [], int32([]), 0)
         self._host_copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
 
     def _adopt_managers(self, config: KVCacheConfig) -> None:
@@ -230,6 +258,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         entry = self._tracked.pop(request_id, None)
         publishable = self.publisher.live.get(request_id)
         if entry is not None:
+            self._changes += 1
             finished = publishable is not None and publishable.request.is_finished()
             self._free_tracked(request_id, entry, importing, finished)
         self.publisher.forget(request_id)
@@ -257,7 +286,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         counts: Sequence[int],
         drafts: Sequence[int],
         known: Sequence[int],
-    ) -> tuple[StepPlan, npt.NDArray[np.int32]]:
+    ) -> tuple[StepPlan, Int32]:
         """Reports the step and carries out its plan; returns it and the batch's dense ids.
 
         Args:
@@ -271,30 +300,23 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             ProtocolError: a request without blocks, or scheduled before its import has ended.
         """
         events = TableEvents()
-        tracked = self._tracked
-        ids = []
-        for request_id in request_ids:
-            entry = tracked.get(request_id)
-            if entry is None or len(entry.table) != entry.pages:
-                entry = self._pull(request_id, events)
-            if entry is None or entry.importing:
-                raise ProtocolError(
-                    f"request {request_id} is scheduled without blocks or before its import has "
-                    "ended; connectors that load synchronously cannot stand beside this one"
-                )
-            ids.append(entry.id)
+        batch = self._batch
+        if batch.changes != self._changes or batch.request_ids != request_ids:
+            batch = self._batch = self._gather(request_ids, events)
+        for entry in batch.entries:
+            if len(entry.table) != entry.pages:
+                self._append(entry, events)
         self._pull_grants(events)
-        batch = int32(ids)
         plan = self.core.step(
             gpu_free=self.gpu_pool.get_num_free_blocks(),
             host_free=self.host_pool.get_num_free_blocks(),
-            scheduled=(batch, int32(starts), int32(counts), int32(drafts)),
+            scheduled=(batch.ids, int32(starts), int32(counts), int32(drafts)),
             known_tokens=int32(known),
             reused_blocks=self._take_reused(),
             **events.arguments(self.num_groups),
         )
         self._carry_out(plan)
-        return plan, batch
+        return plan, batch.ids
 
     def update_spills(
         self, enqueued_counts: Mapping[int, int], completed_counts: Mapping[int, int]
@@ -367,6 +389,19 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         if events:
             events.tell(self.core, self.num_groups)
 
+    def _gather(self, request_ids: Sequence[str], events: TableEvents) -> _Batch:
+        entries = []
+        for request_id in request_ids:
+            entry = self._pull(request_id, events)
+            if entry is None or entry.importing:
+                raise ProtocolError(
+                    f"request {request_id} is scheduled without blocks or before its import has "
+                    "ended; connectors that load synchronously cannot stand beside this one"
+                )
+            entries.append(entry)
+        ids = int32([entry.id for entry in entries])
+        return _Batch(list(request_ids), entries, ids, self._changes)
+
     def _pull(self, request_id: str, events: TableEvents) -> _Tracked | None:
         entry = self._tracked.get(request_id)
         if entry is None:
@@ -374,9 +409,13 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             if not table or request_id not in self.resident_managers[0].req_to_blocks:
                 return None
             entry = self._admit(request_id, table, events)
-        if entry.importing or len(entry.table) == entry.pages:
-            return entry
+        if not entry.importing and len(entry.table) != entry.pages:
+            self._append(entry, events)
+        return entry
+
+    def _append(self, entry: _Tracked, events: TableEvents) -> None:
         first, entry.pages = entry.pages, len(entry.table)
+        request_id = self._names[entry.id]
         events.append(
             entry.id,
             first,
@@ -386,11 +425,11 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
                 for manager in self.resident_managers
             ],
         )
-        return entry
 
     def _admit(
         self, request_id: str, table: list[KVCacheBlock], events: TableEvents
     ) -> _Tracked:
+        self._changes += 1
         id = self._interner.bind(request_id)
         self._names[id] = request_id
         self.started.append((id, request_id))
@@ -432,7 +471,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
                 )
         self.hot_granted.clear()
 
-    def _take_reused(self) -> npt.NDArray[np.int32] | None:
+    def _take_reused(self) -> Int32 | None:
         if not self._reused:
             return None
         blocks = int32([block.block_id for block in self._reused])
@@ -448,42 +487,49 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
     # Plans.
 
     def _carry_out(self, plan: StepPlan) -> None:
-        self.acks.expect(plan)
+        work = plan.nonempty(*_WORK)
+        if not work:
+            return
         gpu, host = self.gpu_pool, self.host_pool
-        if len(plan.touch_gpu):
-            gpu.touch(_blocks(gpu, plan.touch_gpu))
-        if len(plan.touch_host):
-            host.touch(_blocks(host, plan.touch_host))
-        for id, num_pages in zip(
-            plan.publish_request.tolist(), plan.publish_num_pages.tolist(), strict=True
-        ):
-            name = self._names[id]
-            entry = self._tracked.get(name)
-            if entry is not None and entry.id == id:
-                self.publisher.publish(name, num_pages)
-            else:
-                self.publisher.publish_detached(id, num_pages)
-        self._take_regions_back(plan.hot_regions_returned.tolist())
+        if "transfer_id" in work:
+            self.acks.expect(work["transfer_id"], work["transfer_kind"])
+        if "touch_gpu" in work:
+            gpu.touch(_blocks(gpu, work["touch_gpu"]))
+        if "touch_host" in work:
+            host.touch(_blocks(host, work["touch_host"]))
+        if "publish_request" in work:
+            self._publish(work["publish_request"], work["publish_num_pages"])
+        if "hot_regions_returned" in work:
+            self._take_regions_back(work["hot_regions_returned"])
         # A copy's lease ends before its page is unpinned: the pool hands out a block that is freed
         # last before all others, and one that is unpinned last after them.
-        if len(plan.free_gpu):
-            gpu.free_blocks(_blocks(gpu, plan.free_gpu))
-        if len(plan.unpin_gpu):
-            gpu.unpin_blocks(_blocks(gpu, plan.unpin_gpu), self._reused.append)
-        if len(plan.free_host):
-            host.free_blocks(_blocks(host, plan.free_host))
-        for id in plan.hot_regions_wanted.tolist():
+        if "free_gpu" in work:
+            gpu.free_blocks(_blocks(gpu, work["free_gpu"]))
+        if "unpin_gpu" in work:
+            gpu.unpin_blocks(_blocks(gpu, work["unpin_gpu"]), self._reused.append)
+        if "free_host" in work:
+            host.free_blocks(_blocks(host, work["free_host"]))
+        for id in work.get("hot_regions_wanted", ()):
             for manager in self.hot_managers:
                 manager.require_hot(self._names[id])
-        for id in plan.retired.tolist():
+        for id in work.get("retired", ()):
             self.publisher.retire(id)
             self._retire(id)
-        if len(plan.lost_pages):
-            request, page = plan.lost_pages.tolist()[0]
+        if "lost_pages" in work:
+            request, page, *_ = work["lost_pages"]
             raise InvariantError(
                 f"page {page} of request {self._names[request]} was lost: its copy failed after "
                 "its GPU blocks were given up"
             )
+
+    def _publish(self, ids: list[int], num_pages: list[int]) -> None:
+        for id, pages in zip(ids, num_pages, strict=True):
+            name = self._names[id]
+            entry = self._tracked.get(name)
+            if entry is not None and entry.id == id:
+                self.publisher.publish(name, pages)
+            else:
+                self.publisher.publish_detached(id, pages)
 
     def _carry_out_due(self, plan: StepPlan) -> None:
         self._carry_out(plan)
@@ -520,8 +566,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             self.publisher.publish(request_id, plan.publish_pages)
         if finished and not plan.retired:
             self.publisher.detach(request_id, entry.id)
-        if len(plan.unpin_gpu):
-            blocks = _blocks(self.gpu_pool, plan.unpin_gpu)
+        work = plan.nonempty("unpin_gpu", "free_gpu")
+        if "unpin_gpu" in work:
+            blocks = _blocks(self.gpu_pool, work["unpin_gpu"])
             self.gpu_pool.unpin_blocks(blocks, self._reused.append)
         if entry.hot:
             for manager in self.hot_managers:
@@ -535,7 +582,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             if not block.is_null
         ]
         # vLLM frees a table from its end, or holds it back while a step may still write it.
-        tables.extend(_blocks(self.gpu_pool, plan.free_gpu[::-1]))
+        tables.extend(reversed(_blocks(self.gpu_pool, work.get("free_gpu", []))))
         for manager in self.resident_managers:
             manager.req_to_blocks.pop(request_id, None)
         self.resident_managers[0].req_to_blocks[request_id] = tables
@@ -543,5 +590,5 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             self._retire(entry.id)
 
 
-def _blocks(pool: BlockPool, ids: npt.NDArray[np.int32]) -> list[KVCacheBlock]:
-    return list(map(pool.blocks.__getitem__, ids.tolist()))
+def _blocks(pool: BlockPool, ids: list[int]) -> list[KVCacheBlock]:
+    return list(map(pool.blocks.__getitem__, ids))

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,22 @@ import numpy.typing as npt
 
 from hotpage._core import PREFIX_HOST, PREFIX_IMPORT, PREFIX_PARTIAL_IMPORT, Coordinator
 
-Int32 = npt.NDArray[np.int32]
+Int32 = array | npt.NDArray[np.int32]
+"""A buffer of int32; the first kind is made faster from a list."""
+
+# An empty array.array gives a buffer without a place, which the bindings refuse.
+_NO_INT32 = np.empty(0, dtype=np.int32)
+_NO_INT64 = np.empty(0, dtype=np.int64)
 
 
-def int32(values: Sequence[int]) -> Int32:
-    """`values` as an array."""
-    return np.array(values, dtype=np.int32)
+def int32(values: Iterable[int]) -> Int32:
+    """`values` as a buffer of int32."""
+    return array("i", values) or _NO_INT32
+
+
+def int64(values: Iterable[int]) -> array | npt.NDArray[np.int64]:
+    """`values` as a buffer of int64."""
+    return array("q", values) or _NO_INT64
 
 
 class TableEvents:
@@ -79,13 +90,13 @@ class TableEvents:
                 int32(requests),
                 int32(first),
                 _offsets(host),
-                int32(list(chain.from_iterable(host))),
-                int32(list(chain.from_iterable(rows))),
+                int32(chain.from_iterable(host)),
+                int32(chain.from_iterable(rows)),
             )
         if self._regions:
             found["hot_regions"] = (
                 int32([request for request, _ in self._regions]),
-                int32(list(chain.from_iterable(blocks for _, blocks in self._regions))),
+                int32(chain.from_iterable(blocks for _, blocks in self._regions)),
             )
         return found
 
@@ -99,7 +110,7 @@ class TableEvents:
         for request, blocks in self._regions:
             core.on_hot_region_allocated(request, int32(blocks))
 
-    def _admitted_arrays(self, num_groups: int) -> tuple[npt.NDArray[Any], ...]:
+    def _admitted_arrays(self, num_groups: int) -> tuple[array, ...]:
         requests, kinds, tokens, _, host, resident = zip(*self._admitted, strict=True)
         # One array serves the whole batch, so requests without GPU blocks carry null blocks.
         if any(resident):
@@ -109,13 +120,13 @@ class TableEvents:
             )
         return (
             int32(requests),
-            np.array(kinds, dtype=np.uint8),
+            array("B", kinds),
             int32(tokens),
             _offsets(host),
-            int32(list(chain.from_iterable(host))),
-            int32(list(chain.from_iterable(resident))),
+            int32(chain.from_iterable(host)),
+            int32(chain.from_iterable(resident)),
         )
 
 
 def _offsets(runs: Sequence[Sequence[int]]) -> Int32:
-    return np.cumsum([0, *map(len, runs)], dtype=np.int32)
+    return int32(accumulate(map(len, runs), initial=0))

@@ -95,19 +95,23 @@ class NativeConnectorScheduler:
         coordinator = self._bound()
         # The plan rebinds worker state before the forward pass, so it must not be deferred.
         output.has_sync_kv_loads = True
-        cached = output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request in output.scheduled_new_reqs:
-            computed[request.req_id] = request.num_computed_tokens
         counts = output.num_scheduled_tokens
+        request_ids = list(counts)
+        cached = output.scheduled_cached_reqs
+        starts = cached.num_computed_tokens
+        if cached.req_ids != request_ids:
+            computed = dict(zip(cached.req_ids, starts, strict=True))
+            for request in output.scheduled_new_reqs:
+                computed[request.req_id] = request.num_computed_tokens
+            starts = [computed[request_id] for request_id in request_ids]
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
         requests = self.requests
         plan, batch = coordinator.plan_step(
-            list(counts),
-            [computed[request_id] for request_id in counts],
+            request_ids,
+            starts,
             list(counts.values()),
-            [len(drafts.get(request_id, ())) for request_id in counts],
-            [requests[request_id].num_tokens for request_id in counts],
+            [len(drafts.get(id, ())) for id in request_ids] if drafts else [0] * len(request_ids),
+            [requests[request_id].num_tokens for request_id in request_ids],
         )
         metadata = HotPageConnectorMetadata(
             plans=coordinator.take_plans(plan),

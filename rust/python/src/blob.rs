@@ -9,7 +9,7 @@
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple, PyType};
 
 use crate::error::protocol;
 
@@ -241,6 +241,39 @@ impl Blob {
         self.schema.lists.iter().map(|list| list.name)
     }
 
+    /// The lists among `names` that have elements, flat, as Python lists by name: what an engine
+    /// carries out at once, without an array for each.
+    ///
+    /// # Errors
+    /// `ProtocolError` for a name that no list has.
+    pub(crate) fn nonempty<'py>(
+        &self,
+        py: Python<'py>,
+        names: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let found = PyDict::new(py);
+        let data = self.bytes(py).as_bytes();
+        for name in names.iter() {
+            let key = name.cast::<PyString>()?.to_str()?;
+            let Some(at) = self.schema.lists.iter().position(|list| list.name == key) else {
+                return Err(protocol(format!("a {} has no list {key}", self.schema.what)));
+            };
+            let (offset, len) = self.places[at];
+            if len == 0 {
+                continue;
+            }
+            let element = self.schema.lists[at].element;
+            let bytes = data.get(offset..offset + len * element.bytes()).unwrap_or(&[]);
+            let list = match element {
+                Element::Int64 => PyList::new(py, words(bytes).map(i64::from_le_bytes))?,
+                Element::Int32 => PyList::new(py, words(bytes).map(i32::from_le_bytes))?,
+                Element::Uint8 => PyList::new(py, bytes)?,
+            };
+            found.set_item(name, list)?;
+        }
+        Ok(found)
+    }
+
     /// A read-only numpy array over the list's bytes, `None` if there is no list of that name.
     pub(crate) fn array<'py>(
         &self,
@@ -264,6 +297,15 @@ impl Blob {
         };
         Ok(Some(array))
     }
+}
+
+/// The little-endian words of `N` bytes in `bytes`.
+fn words<const N: usize>(bytes: &[u8]) -> impl ExactSizeIterator<Item = [u8; N]> {
+    bytes.chunks_exact(N).map(|word| {
+        let mut copy = [0; N];
+        copy.copy_from_slice(word);
+        copy
+    })
 }
 
 fn rows_of(places: &[(usize, usize)], schema: &Schema, header: &Header, at: usize) -> usize {

@@ -6,7 +6,7 @@ use hotpage_core::replay::ReplayPlan;
 use hotpage_core::step::{self, HotRegions, Publications, Refusal, ResidencyDeltas, TransferList};
 use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::blob::{Blob, Element, Header, List, Row, Schema, Values};
 
@@ -269,6 +269,16 @@ impl PyStepPlan {
 
 #[pymethods]
 impl PyStepPlan {
+    /// The lists among `names` that have elements, flat, as Python lists by name.
+    #[pyo3(signature = (*names))]
+    fn nonempty<'py>(
+        &self,
+        py: Python<'py>,
+        names: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        self.blob.nonempty(py, names)
+    }
+
     /// Number of the step, from 1.
     #[getter]
     fn step(&self) -> u64 {
@@ -358,6 +368,16 @@ impl PyFreePlan {
 
 #[pymethods]
 impl PyFreePlan {
+    /// The lists among `names` that have elements, flat, as Python lists by name.
+    #[pyo3(signature = (*names))]
+    fn nonempty<'py>(
+        &self,
+        py: Python<'py>,
+        names: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        self.blob.nonempty(py, names)
+    }
+
     /// Leading pages to publish before the request's host blocks are freed.
     #[getter]
     fn publish_pages(&self) -> u32 {
