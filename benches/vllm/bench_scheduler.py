@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "vllm"))
 
 from sides import (  # noqa: E402
@@ -174,6 +176,7 @@ def one_off(groups: int, tokens: int) -> list[dict]:
                     for method, spent in _pool_floor(side, request):
                         floors.setdefault(method, []).append(spent)
                 request.status = RequestStatus.FINISHED_STOPPED
+                _flush_caches()
                 with _pool_time() as pool:
                     started = _now()
                     side.manager.free(request)
@@ -273,8 +276,8 @@ def _prefill(side: Side, request: Any) -> Iterator[float]:
 def _prefix_hit(side: Side, name: str, tokens: list[int]) -> tuple[float, float]:
     request = make_request(name, list(tokens), BLOCK)
     side.admit(request)
+    _flush_caches()
     with _pool_time() as pool:
-        started = _now()
         blocks, num_computed, _ = side.manager.get_computed_blocks(request)
         count = request.num_tokens - num_computed
         looked_up = _now()
@@ -288,7 +291,6 @@ def _prefix_hit(side: Side, name: str, tokens: list[int]) -> tuple[float, float]
         metadata = side.plan([(name, count)], new_blocks=[new.get_block_ids(allow_none=True)])
         pickled(metadata)
         total = _now() - looked_up
-        del started
     ids = side.transfers(metadata)
     side.report(ids, ids)
     request.status = RequestStatus.FINISHED_STOPPED
@@ -298,22 +300,23 @@ def _prefix_hit(side: Side, name: str, tokens: list[int]) -> tuple[float, float]
 
 
 def _pool_floor(side: Side, request: Any) -> Iterator[tuple[str, float]]:
-    """Touch and unpin of all resident blocks of a request, which leaves their counts as before."""
+    """Unpinning and touching all resident blocks of a request once, page by page as both sides
+    do, with nothing of them in the CPU's caches; leaves the pool as it was."""
     pool = side.manager.block_pool
-    blocks = [
-        block
-        for manager in side.coordinator.resident_managers
-        for block in manager.req_to_blocks[request.request_id]
-    ]
-    started = _now()
-    pool.touch(blocks)
-    yield "touch", _now() - started
-    pool.free_blocks(blocks)
-    # Unpinning to zero is what a finish does, so it is timed on the last reference.
+    tables = [m.req_to_blocks[request.request_id] for m in side.coordinator.resident_managers]
+    blocks = [block for page in zip(*tables, strict=True) for block in page]
+    _flush_caches()
     started = _now()
     pool.unpin_blocks(blocks, lambda block: None)
     yield "unpin_blocks", _now() - started
+    _flush_caches()
+    started = _now()
     pool.touch(blocks)
+    yield "touch", _now() - started
+
+
+def _flush_caches() -> None:
+    np.ones(1 << 24).sum()
 
 
 @contextmanager
