@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "vllm"))
 
-from sides import (  # noqa: E402
+from sides import (
     HOTPAGE,
     VLLM,
     Shape,
@@ -36,8 +36,8 @@ from sides import (  # noqa: E402
     make_side,
     pickled,
 )
-from vllm.v1.core.block_pool import BlockPool  # noqa: E402
-from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
 
 BLOCK = 64
 K = 1024

@@ -264,9 +264,7 @@ class Serving:
                     life.request.num_computed_tokens = 0
                 else:
                     values = row_values(life.request.all_token_ids)
-                    self.worker.fill_import(
-                        life.name, values[: life.request.num_computed_tokens]
-                    )
+                    self.worker.fill_import(life.name, values[: life.request.num_computed_tokens])
         outcome = {"finished_recving": received, "failed_recving": failed} if received else {}
         self.side.report(enqueued, completed, **outcome)
         for life in list(self.importing):

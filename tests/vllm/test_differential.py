@@ -9,6 +9,8 @@ nothing leaks.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
@@ -105,3 +107,22 @@ def test_under_pressure_each_reads_what_was_written_and_leaks_nothing(
     assert ours.finished.keys() == theirs.finished.keys()
     for serving in (ours, theirs):
         assert_nothing_leaks(serving)
+
+
+def test_the_traces_under_pressure_reach_what_they_are_there_for() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(6):
+        traffic = Traffic(seed=100 + seed, num_requests=40, max_prompt=40, max_output=12, chunk=16)
+        ours = serve(HOTPAGE, shape(2, 3, num_blocks=96, host_blocks=40), traffic)
+        seen.update(ours.side.coordinator.core.stats())
+        seen["engine preemptions"] += ours.num_preemptions
+    for name in (
+        "pages_lost",
+        "pages_adopted",
+        "pages_released",
+        "hot_regions_granted",
+        "restores_planned",
+        "rows_rejected",
+        "engine preemptions",
+    ):
+        assert seen[name] > 0, name

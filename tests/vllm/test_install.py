@@ -29,7 +29,9 @@ def test_installing_the_wheel_changed_no_version() -> None:
 
 
 def test_vllm_finds_the_entry_point_and_it_activates() -> None:
-    found = [point for point in entry_points(group="vllm.general_plugins") if point.name == "hotpage"]
+    found = [
+        point for point in entry_points(group="vllm.general_plugins") if point.name == "hotpage"
+    ]
     if not found:
         pytest.skip("hotpage is not installed here, only on the path")
     from hotpage.vllm import plugin

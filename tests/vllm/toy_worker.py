@@ -40,7 +40,9 @@ class ToyWorker:
                 if transfer.restore:
                     self._restore(transfer.host_block_id, transfer.resident_block_ids)
             for name, update in metadata.residency_updates.items():
-                for page, blocks in zip(update.pages, zip(*update.block_ids, strict=True), strict=True):
+                for page, blocks in zip(
+                    update.pages, zip(*update.block_ids, strict=True), strict=True
+                ):
                     self.tables.setdefault(name, {})[page] = list(blocks)
             return
         for id in metadata.retired:

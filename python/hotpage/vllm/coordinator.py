@@ -171,9 +171,13 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             )
         sizes = {manager.block_size for manager in [self.host_manager, *(m for _, m in residents)]}
         if len(sizes) != 1:
-            raise ConfigError(f"cache groups have block sizes {sorted(sizes)}; use one --block-size")
+            raise ConfigError(
+                f"cache groups have block sizes {sorted(sizes)}; use one --block-size"
+            )
         if config.hisparse_host_num_blocks is None:
-            raise ConfigError("there is no host pool; set host_pool_gib in kv_connector_extra_config")
+            raise ConfigError(
+                "there is no host pool; set host_pool_gib in kv_connector_extra_config"
+            )
         self.host_manager.coordinator = self
         self.host_manager.bind_host_pool(config.hisparse_host_num_blocks)
         self.resident_managers = tuple(
@@ -356,9 +360,10 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
 
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping so that transfers drain."""
-        return bool(
-            self.pending_spills or self.due or self._host_copies
-        ) or self.core.has_pending_work()
+        return (
+            bool(self.pending_spills or self.due or self._host_copies)
+            or self.core.has_pending_work()
+        )
 
     def has_pending_reclamation(self) -> bool:
         """True if GPU blocks will become free without a preemption."""
@@ -426,9 +431,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             ],
         )
 
-    def _admit(
-        self, request_id: str, table: list[KVCacheBlock], events: TableEvents
-    ) -> _Tracked:
+    def _admit(self, request_id: str, table: list[KVCacheBlock], events: TableEvents) -> _Tracked:
         self._changes += 1
         id = self._interner.bind(request_id)
         self._names[id] = request_id

@@ -187,8 +187,7 @@ class _Shadow:
             num_tokens = self._coordinator.get_num_cacheable_tokens(num_computed_tokens, 0)
             num_pages = num_tokens // self._block_size
             if known.num_tokens // self._block_size == num_pages and all(
-                manager.num_cached_block.get(request_id, 0) >= num_pages
-                for manager in self._hashed
+                manager.num_cached_block.get(request_id, 0) >= num_pages for manager in self._hashed
             ):
                 return
         self._classic_cache(request, num_computed_tokens)

@@ -104,7 +104,9 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
         )
     model = config.model_config
     if model is not None and getattr(model, "enable_sleep_mode", False):
-        found.append(f"engine native does not survive sleep mode; drop --enable-sleep-mode or {remedy}")
+        found.append(
+            f"engine native does not survive sleep mode; drop --enable-sleep-mode or {remedy}"
+        )
     kind = getattr(getattr(model, "hf_config", None), "model_type", None)
     if kind == "deepseek_v4":
         found.append("engine native does not serve DeepSeek V4, whose KV layout it does not know")

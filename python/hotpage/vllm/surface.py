@@ -39,9 +39,7 @@ class VllmSurface:
     _num_shown: int = 0
     """Plans at the head of `due` whose residency was shown but whose transfers were not."""
 
-    def advance_scheduled(
-        self: NativeCoordinator, requests: Iterable[tuple[str, int]]
-    ) -> None:
+    def advance_scheduled(self: NativeCoordinator, requests: Iterable[tuple[str, int]]) -> None:
         """Plans a step that leaves each request with so many tokens; importing ones wait."""
         ready = [
             (request_id, num_tokens)
