@@ -80,10 +80,11 @@ class Serving:
             self._reset()
             batch = self._schedule()
             self._execute(batch)
-            idle = not (self.waiting or self.running or self.importing or self._acks)
-            if idle and self.num_arrived == self.traffic.num_requests:
-                if not self.side.coordinator.has_pending_work():
-                    return
+            left = self.waiting or self.running or self.importing or self._acks
+            if left or self.num_arrived < self.traffic.num_requests:
+                continue
+            if not self.side.coordinator.has_pending_work():
+                return
         raise AssertionError(f"{self.side.name}: not done after {max_steps} steps, {self!r:.300}")
 
     def draw(self, below: int, *what: object) -> int:

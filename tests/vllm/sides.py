@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the two sides of a comparison: vLLM's coordinator and ours, each on a cache manager of its own.
+"""Owns the two sides of a comparison: vLLM's coordinator and ours, each on its own cache manager.
 
 A side goes through the calls that vLLM's scheduler makes; workers are played by acknowledgements.
 """
@@ -43,8 +43,8 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
-from hotpage.vllm.coordinator import CoordinatorSettings  # noqa: E402
 from hotpage.vllm.scheduler import NativeConnectorScheduler  # noqa: E402
+from hotpage.vllm.wiring import CoordinatorSettings  # noqa: E402
 
 init_none_hash(sha256)
 

@@ -121,7 +121,8 @@ def test_it_loads_by_module_path_alone_and_installs_the_coordinator() -> None:
         assert getattr(single, "coordinator", coordinator) is coordinator
     config = coordinator.core.config
     assert (config["num_ranks"], config["top_k"], config["num_kv_groups"]) == (2, 16, 2)
-    assert not built.has_pending_push_work() and not built.has_pending_block_frees()
+    assert not built.has_pending_push_work()
+    assert not built.has_pending_block_frees()
 
 
 def test_it_loads_as_a_child_and_knows_its_siblings() -> None:
@@ -132,7 +133,8 @@ def test_it_loads_as_a_child_and_knows_its_siblings() -> None:
     )
     children = MultiConnector._get_connector_classes_and_configs(vllm_config(transfer))
     (ours, config), (theirs, _) = children
-    assert ours is hotpage.vllm.HiSparseConnector and theirs is not ours
+    assert ours is hotpage.vllm.HiSparseConnector
+    assert theirs is not ours
     built = ours(config, KVConnectorRole.SCHEDULER, SHAPE.cache_config())
     assert built.options.siblings == ("OffloadingConnector",)
     assert built.options.resolved_host_layout == "row_interleaved"
@@ -180,7 +182,8 @@ def test_what_native_does_not_serve_is_refused_in_one_sentence(
     with pytest.raises(ConfigError) as caught:
         build(entry(**extra), **settings)
     text = str(caught.value)
-    assert sentence in text and "\n" not in text
+    assert sentence in text
+    assert "\n" not in text
 
 
 def test_a_sibling_that_reads_host_rows_makes_auto_choose_layer_major() -> None:
@@ -210,7 +213,7 @@ def test_a_changed_file_of_a_known_version_is_refused_by_name(monkeypatch) -> No
         "fingerprint",
         lambda path: "0" if path.name == "types.py" else original(path),
     )
-    with pytest.raises(UnsupportedVllmError, match="v1/hisparse/types.py of the installed"):
+    with pytest.raises(UnsupportedVllmError, match=r"v1/hisparse/types\.py of the installed"):
         build(entry())
     _compat.check_vllm.cache_clear()
 

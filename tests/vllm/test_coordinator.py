@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
+
 
 from compat_plugin import disable_methods
 from serving import Serving, Traffic
@@ -114,7 +116,7 @@ def test_a_hot_region_goes_back_through_vllms_pool_and_comes_again() -> None:
     assert [len(ids) for ids in first_region] == [2, 2, 2]
     hit.num_computed_tokens = num_tokens
     metadata = side_.plan([("hit", tokens)])
-    assert metadata.plans[-1].hot_region_blocks.tolist() == [sum(first_region, [])]
+    assert metadata.plans[-1].hot_region_blocks.tolist() == [[*chain(*first_region)]]
     ids = side_.transfers(metadata)
     side_.report(ids, ids)
     hit.num_computed_tokens = 6 * BLOCK

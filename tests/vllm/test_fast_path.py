@@ -61,7 +61,8 @@ def test_a_request_that_needs_no_block_asks_no_manager(monkeypatch) -> None:
     monkeypatch.setattr(HiSparseResidentManager, "allocate_new_blocks", refuse)
     monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", refuse)
     blocks = side.manager.allocate_slots(request, 1)
-    assert blocks is not None and blocks.get_block_ids(allow_none=True) is None
+    assert blocks is not None
+    assert blocks.get_block_ids(allow_none=True) is None
     request.num_computed_tokens = 32
     with pytest.raises(AssertionError, match="a manager was asked"):
         side.manager.allocate_slots(request, 1)

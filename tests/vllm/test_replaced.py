@@ -100,9 +100,11 @@ def test_an_import_that_ends_at_a_page_boundary_publishes_its_last_page_after_th
     again = step(side_, request, 1)
     assert len(side_.transfers(again)) == 1
     settle(side_, restore)
-    assert host[-1].block_hash is None and gpu.ref_cnt == 2
+    assert host[-1].block_hash is None
+    assert gpu.ref_cnt == 2
     settle(side_, again)
-    assert host[-1].block_hash is not None and gpu.ref_cnt == 1
+    assert host[-1].block_hash is not None
+    assert gpu.ref_cnt == 1
     assert side_.coordinator.copies[host[-1].block_hash] == (gpu,)
 
 
@@ -151,7 +153,8 @@ def test_a_partial_last_page_of_an_import_is_not_valid() -> None:
     side_ = side()
     import_prompt(side_, BLOCK + 1)
     state = side_.coordinator.request_states["import"]
-    assert state.valid_pages == {0} and state.ready_prefix_pages == 1
+    assert state.valid_pages == {0}
+    assert state.ready_prefix_pages == 1
 
 
 def test_a_prefill_past_its_window_keeps_residency_while_there_is_room() -> None:

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as u
 from hotpage.errors import ConfigError
 from hotpage.vllm import plugin
 from hotpage.vllm._compat import check_vllm
-from hotpage.vllm.coordinator import CoordinatorSettings
 from hotpage.vllm.options import Options, check_native, parse_options
 from hotpage.vllm.scheduler import NativeConnectorScheduler
+from hotpage.vllm.wiring import CoordinatorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,22 +13,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import (
-    HiSparseHotManager,
-    HiSparseResidentManager,
-    HiSparseSourceManager,
-    SingleTypeKVCacheManager,
-)
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.hisparse.coordinator import HiSparseCoordinator
 from vllm.v1.request import Request
 
-from hotpage._core import Coordinator, RequestInterner, StepPlan
-from hotpage.errors import ConfigError, InvariantError, ProtocolError
+from hotpage._core import RequestInterner, StepPlan
+from hotpage.errors import InvariantError, ProtocolError
 from hotpage.vllm.acks import TransferAcks
 from hotpage.vllm.events import Int32, TableEvents, int32
-from hotpage.vllm.managers import NativeHotManager, NativeResidentManager
 from hotpage.vllm.publication import Publisher
 from hotpage.vllm.surface import VllmSurface
+from hotpage.vllm.wiring import CoordinatorSettings, adopt_managers, build_core
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -49,30 +44,6 @@ _WORK = (
     "lost_pages",
 )
 """Lists of a plan that the scheduler side carries out; the others are the workers'."""
-
-_MIN_WINDOW_PAGES = 3
-"""A request needs its two-page tail and one page to prefill into."""
-
-
-@dataclass(frozen=True)
-class CoordinatorSettings:
-    """What the managers do not know.
-
-    Args:
-        num_ranks: ranks that make restores; None takes it from the first acknowledgement.
-        num_host_writers: ranks that write the host pool; None with `num_ranks`.
-        top_k: rows that one decode row selects; None takes what the hot region holds.
-        verification_rows: decode rows of a request in one step, 1 + speculative tokens.
-        hot_return_steps: steps of full residency after which a hot region is given back.
-        step_tokens: most tokens of one step; 0 where it is not known.
-    """
-
-    num_ranks: int | None = None
-    num_host_writers: int | None = None
-    top_k: int | None = None
-    verification_rows: int = 1
-    hot_return_steps: int = 512
-    step_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -120,13 +91,17 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
     ) -> None:
         settings = settings or CoordinatorSettings()
         self.managers = managers
-        self._adopt_managers(kv_cache_config)
+        groups = adopt_managers(kv_cache_config, managers, self)
+        self.host_group_id = groups.source_id
+        self.host_manager = groups.source
+        self.resident_managers = groups.residents
+        self.hot_managers = groups.hots
         self.block_size = self.host_manager.block_size
         self.num_groups = len(self.resident_managers)
         self.gpu_pool: BlockPool = self.resident_managers[0].block_pool
         self.host_pool: BlockPool = self.host_manager.block_pool
-        self.core = self._build_core(
-            kv_cache_config, max_model_len, num_reprefillable_tokens, settings
+        self.core = build_core(
+            kv_cache_config, groups, max_model_len, num_reprefillable_tokens, settings
         )
         self.transition_watermark = self.core.watermark
         self.publisher = Publisher(self.host_manager)
@@ -145,93 +120,6 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         self._changes = 0
         self._batch = _Batch([], [], int32([]), 0)
         self._host_copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
-
-    def _adopt_managers(self, config: KVCacheConfig) -> None:
-        sources, residents, hots, others = [], [], [], []
-        for group_id, manager in enumerate(self.managers):
-            if isinstance(manager, HiSparseSourceManager):
-                sources.append((group_id, manager))
-            elif isinstance(manager, HiSparseResidentManager):
-                residents.append((group_id, manager))
-            elif isinstance(manager, HiSparseHotManager):
-                hots.append(manager)
-            else:
-                others.append(manager)
-        if len(sources) != 1 or not residents or len(hots) != len(residents):
-            raise ConfigError(
-                f"{len(sources)} source, {len(residents)} resident and {len(hots)} hot cache groups"
-                " were found, expected one source group and as many hot as resident groups; "
-                "use a model with sparse attention layers"
-            )
-        ((self.host_group_id, self.host_manager),) = sources
-        if self.host_group_id > residents[0][0]:
-            raise ConfigError(
-                "the source cache group comes after a resident one, but requests are freed in "
-                "group order and it must be first; report this vLLM version"
-            )
-        sizes = {manager.block_size for manager in [self.host_manager, *(m for _, m in residents)]}
-        if len(sizes) != 1:
-            raise ConfigError(
-                f"cache groups have block sizes {sorted(sizes)}; use one --block-size"
-            )
-        if config.hisparse_host_num_blocks is None:
-            raise ConfigError(
-                "there is no host pool; set host_pool_gib in kv_connector_extra_config"
-            )
-        self.host_manager.coordinator = self
-        self.host_manager.bind_host_pool(config.hisparse_host_num_blocks)
-        self.resident_managers = tuple(
-            NativeResidentManager.adopt(manager, at) for at, (_, manager) in enumerate(residents)
-        )
-        self.hot_managers = tuple(
-            NativeHotManager.adopt(manager, at == len(hots) - 1) for at, manager in enumerate(hots)
-        )
-        for manager in (*self.resident_managers, *self.hot_managers):
-            manager.coordinator = self
-        self._num_other_groups = len(others)
-
-    def _build_core(
-        self,
-        config: KVCacheConfig,
-        max_model_len: int,
-        num_reprefillable_tokens: int,
-        settings: CoordinatorSettings,
-    ) -> Coordinator:
-        region = self.hot_managers[0].blocks_per_request
-        hot_rows = region * self.block_size
-        window = max(self.resident_managers[0].max_admission_blocks_per_request, _MIN_WINDOW_PAGES)
-        blocks_per_page = self.num_groups + self._num_other_groups
-        # A request that is asked to take a hot region gets it with the step after: before that,
-        # two steps allocate.
-        lag = max(window, 2 * settings.step_tokens // self.block_size)
-        assert config.hisparse_host_num_blocks is not None
-        return Coordinator(
-            # vLLM admits by the window below and has sized its pools by it.
-            engine_checks_pools=True,
-            block_size=self.block_size,
-            num_kv_groups=self.num_groups,
-            gpu_blocks=config.num_blocks,
-            host_blocks=config.hisparse_host_num_blocks,
-            other_blocks_per_page=self._num_other_groups,
-            hot_rows=hot_rows,
-            top_k=settings.top_k or hot_rows // settings.verification_rows,
-            verification_rows=settings.verification_rows,
-            num_ranks=settings.num_ranks or 1,
-            num_host_writers=settings.num_host_writers or 1,
-            host_copy="mirrored",
-            # A sibling may load asynchronously into any block that the pool hands out.
-            release_point="completed",
-            transition=True,
-            # vLLM admits a request onto one window of pages and counts on the rest being given
-            # up, so what is allocated meanwhile must find free blocks.
-            transition_watermark=max(
-                region * self.num_groups + lag * blocks_per_page, config.num_blocks // 10
-            ),
-            hot_return_steps=settings.hot_return_steps,
-            admission_window_pages=window,
-            num_reprefillable_tokens=num_reprefillable_tokens,
-            max_model_len=max_model_len,
-        )
 
     # What the managers call while vLLM schedules.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the connector's scheduler side: what vLLM schedules goes in, one metadata object comes out."""
+"""Owns the connector's scheduler side: a scheduled step goes in, its metadata comes out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.stats import HiSparseKVConnectorStats
 
 from hotpage.errors import ConfigError
-from hotpage.vllm.coordinator import CoordinatorSettings, NativeCoordinator
+from hotpage.vllm.coordinator import NativeCoordinator
 from hotpage.vllm.fast_path import install_fast_path
 from hotpage.vllm.metadata import HotPageConnectorMetadata
+from hotpage.vllm.wiring import CoordinatorSettings
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
