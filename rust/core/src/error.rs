@@ -111,6 +111,24 @@ pub enum ProtocolFault {
         /// The id in the event.
         request: RequestId,
     },
+    /// The id is past the end of the table of requests, whose memory grows with the largest id.
+    #[error("request {request} is out of range, expected an id below {limit}")]
+    RequestOutOfRange {
+        /// The id in the event.
+        request: RequestId,
+        /// First id that is too large.
+        limit: u32,
+    },
+    /// The request's block table would be longer than positions can be counted.
+    #[error("request {request} would hold {pages} pages, expected at most {limit}")]
+    TooManyPages {
+        /// The request.
+        request: RequestId,
+        /// Pages with this event.
+        pages: usize,
+        /// Most pages that a request can have.
+        limit: u32,
+    },
     /// No transfer with this id is in flight: unknown, or acknowledged in full before.
     #[error("transfer {transfer} is unknown or was completed before")]
     UnknownTransfer {

@@ -4,6 +4,7 @@
 use crate::lease::Lease;
 
 /// What a request has of its hot region.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
 #[derive(Debug, Default)]
 pub enum HotRegion {
     /// Nothing: no page of the request may be released.

@@ -14,7 +14,7 @@ use crate::residency::ResidenceId;
 const NUM_STATES: usize = PageState::Importing as usize + 1;
 
 /// Where an admission is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Takes events.
     Live,
@@ -26,6 +26,7 @@ pub enum Phase {
 }
 
 /// One admission.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
 #[derive(Debug)]
 pub struct RequestState {
     /// Life-cycle phase.

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId};
 
 /// Index of a residence; `NONE` where a page has no GPU blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResidenceId(u32);
 
 impl ResidenceId {
@@ -29,6 +29,7 @@ impl ResidenceId {
 }
 
 /// What is known of one residence besides its blocks.
+#[cfg_attr(any(test, feature = "testing"), derive(Hash))]
 #[derive(Debug, Clone)]
 pub struct Residence {
     /// Host block with the same rows; null without a host pool.
@@ -42,6 +43,7 @@ pub struct Residence {
 }
 
 /// All residences, with the two ways to find one: by GPU block and by host block.
+#[cfg_attr(any(test, feature = "testing"), derive(Hash))]
 #[derive(Debug, Clone)]
 pub struct Residences {
     num_groups: usize,

@@ -46,6 +46,7 @@ impl TransferKind {
 }
 
 /// One copy that some rank has not completed.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
 #[derive(Debug)]
 pub struct Transfer {
     /// What it does.
@@ -84,6 +85,7 @@ pub enum AckKind {
 }
 
 /// All transfers in flight.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
 #[derive(Debug, Default)]
 pub struct Transfers {
     in_flight: HashMap<i64, Transfer>,
@@ -106,6 +108,22 @@ impl Transfers {
     /// Transfers in flight, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (TransferId, &Transfer)> {
         self.in_flight.iter().map(|(&id, transfer)| (TransferId(id), transfer))
+    }
+
+    /// The id given last.
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn last_id(&self) -> i64 {
+        self.last_id
+    }
+
+    /// Transfers in flight, oldest first.
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn sorted(&self) -> Vec<(i64, &Transfer)> {
+        let mut sorted: Vec<_> = self.in_flight.iter().map(|(&id, t)| (id, t)).collect();
+        sorted.sort_unstable_by_key(|(id, _)| *id);
+        sorted
     }
 
     /// Starts to track a transfer; ids rise and are never used twice.

@@ -381,7 +381,7 @@ impl Coordinator {
         if index >= self.requests.len() {
             self.requests.resize_with(index + 1, || None);
         }
-        self.requests[index] = Some(state);
+        self.requests[index] = Some(Box::new(state));
         self.num_live += 1;
         self.stats.admitted += 1;
         self.lru.touch(request);

@@ -11,8 +11,13 @@
 mod admission;
 mod events;
 mod free;
+#[cfg(any(test, feature = "testing"))]
+mod inspect;
 mod plan;
 mod transfers;
+
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use inspect::Inspection;
 
 use crate::config::CoordinatorConfig;
 use crate::error::{ProtocolFault, Result};
@@ -26,6 +31,7 @@ use crate::stats::Stats;
 use crate::step::PoolLevels;
 
 /// Releases and reports that wait for the next plan.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
 #[derive(Debug, Default)]
 struct Pending {
     unpin_gpu: Vec<i32>,
@@ -49,12 +55,13 @@ struct Pending {
 }
 
 /// The one owner of page states, leases and transfers. See the module's text for the call order.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
 #[derive(Debug)]
 pub struct Coordinator {
     config: CoordinatorConfig,
     residences: Residences,
     transfers: Transfers,
-    requests: Vec<Option<RequestState>>,
+    requests: Vec<Option<Box<RequestState>>>,
     num_live: u32,
     lru: RequestLru,
     /// Live or draining users of each host block.
@@ -217,7 +224,7 @@ impl Coordinator {
     }
 
     fn slot(&mut self, request: RequestId) -> Option<&mut RequestState> {
-        self.requests.get_mut(request.index())?.as_mut()
+        self.requests.get_mut(request.index())?.as_deref_mut()
     }
 
     fn check_running(&self) -> Result<(), ProtocolFault> {
@@ -231,6 +238,9 @@ impl Coordinator {
     }
 
     fn stamp_request(&mut self, request: RequestId, stamp: u64) -> Result<(), ProtocolFault> {
+        if request.0 >= RequestId::LIMIT {
+            return Err(ProtocolFault::RequestOutOfRange { request, limit: RequestId::LIMIT });
+        }
         if request.index() >= self.request_stamps.len() {
             self.request_stamps.resize(request.index() + 1, 0);
         }

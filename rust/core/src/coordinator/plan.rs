@@ -89,7 +89,7 @@ impl Coordinator {
     /// unpinned, and whoever is admitted next may have the blocks.
     fn adopt_copies(&mut self) {
         for request in core::mem::take(&mut self.pending.adopt) {
-            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut)
+            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
             else {
                 continue;
             };
@@ -169,7 +169,8 @@ impl Coordinator {
     fn regain_residency(&mut self, request: RequestId, room: u32, plan: &mut StepPlan) -> u32 {
         let groups = self.config.num_kv_groups;
         let step = self.step;
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
+        else {
             return room;
         };
         if !state.hot.is_held() {
@@ -216,7 +217,8 @@ impl Coordinator {
 
     /// The worker's residency row: all resident pages once, then changes only.
     fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
+        else {
             return;
         };
         let groups = self.config.num_kv_groups as usize;

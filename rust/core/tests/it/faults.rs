@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owns scenarios of things that go wrong: copies that fail, callers that break the protocol,
+//! engines that stop in the middle.
+
+use hotpage_core::config::{CoordinatorConfig, HostCopy, ReleasePoint};
+use hotpage_core::error::{Error, ProtocolFault};
+use hotpage_core::ids::{PageIndex, RequestId};
+use hotpage_core::page::PageState;
+use hotpage_core::step::{
+    AdmissionQuery, Admitted, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepPlan,
+};
+use hotpage_core::testing::{Ack, Event, PrefixCopies, World, small_config};
+
+use crate::script::Script;
+
+fn mirrored() -> CoordinatorConfig {
+    CoordinatorConfig { host_copy: HostCopy::Mirrored, ..small_config() }
+}
+
+fn admitted(request: u32, prefix: Prefix) -> Admitted<'static> {
+    Admitted { request: RequestId(request), prefix, host_blocks: &[], resident_blocks: &[] }
+}
+
+#[test]
+fn a_stray_request_id_is_refused_before_any_table_grows_to_it() {
+    let mut world = World::new(small_config()).unwrap();
+    let id = RequestId(RequestId::LIMIT);
+    let limit = RequestId::LIMIT;
+    let expected = Error::Protocol(ProtocolFault::RequestOutOfRange { request: id, limit });
+    let got = world.refuse(|c| c.on_admitted(&[admitted(limit, Prefix::Host)])).unwrap();
+    assert_eq!(got, expected);
+    let item = Scheduled {
+        request: RequestId(u32::MAX),
+        num_computed_tokens: 0,
+        num_scheduled_tokens: 1,
+        num_draft_tokens: 0,
+    };
+    let plan = &mut StepPlan::default();
+    world.refuse(|c| c.build_step_plan(&[item], PoolLevels::default(), plan)).unwrap();
+    let pages = PagesAllocated {
+        request: RequestId(u32::MAX),
+        first_page: PageIndex(0),
+        host_blocks: &[1],
+        resident_blocks: &[1],
+    };
+    world.refuse(|c| c.on_blocks_allocated(&[pages])).unwrap();
+}
+
+/// A published prefix of `pages` pages that nobody uses.
+fn with_prefix(s: &mut Script, pages: u8) {
+    s.admit(pages).step(&[(0, 2 * pages)]).land_all().step(&[]);
+    s.free(0, FreeReason::Finished);
+}
+

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owns nothing: one binary for all integration tests, so that the crate is linked once.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod faults;
+mod script;
