@@ -167,6 +167,15 @@ impl Transfers {
         Ok(())
     }
 
+    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed.
+    /// Costs a look at every transfer in flight, which a lost mirror is rare enough for.
+    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) {
+        for transfer in self.in_flight.values_mut() {
+            let same = (transfer.request, transfer.page) == (request, page);
+            transfer.failed |= same && transfer.kind == TransferKind::Mirrored;
+        }
+    }
+
     /// The GPU lease of a transfer that every rank has enqueued.
     pub fn take_gpu_lease(&mut self, id: TransferId) -> Option<Lease> {
         self.in_flight.get_mut(&id.0)?.gpu_lease.take()

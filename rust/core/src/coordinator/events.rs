@@ -165,18 +165,22 @@ impl Coordinator {
 
     /// A worker found that a row of the page never reached the host pool by mirroring (a step
     /// whose mirror did not run, a slot without a host row): the page is copied whole instead of
-    /// being acknowledged, and never published on the strength of mirrored rows.
+    /// being acknowledged, and never published on the strength of mirrored rows. An
+    /// acknowledgement that is under way counts as failed.
     ///
     /// # Errors
-    /// `UnknownRequest`, or `WrongPageState` past the end of the block table.
+    /// `UnknownRequest`; `WrongPageState` past the end of the block table, and for a page that
+    /// every writer has vouched for already: losses must be reported first.
     pub fn on_mirror_lost(&mut self, request: RequestId, page: PageIndex) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page).is_none() {
+        let state = self.live(request)?;
+        if state.state(page).is_none() || state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         if let Some(state) = self.slot(request) {
             state.set_needs_copy(page);
         }
+        self.transfers.fail_mirrored(request, page);
         Ok(())
     }
 

@@ -46,9 +46,21 @@ fn a_stray_request_id_is_refused_before_any_table_grows_to_it() {
     world.refuse(|c| c.on_blocks_allocated(&[pages])).unwrap();
 }
 
+#[test]
+fn a_page_whose_mirror_was_lost_after_it_was_sealed_is_copied_whole_and_never_published_before() {
+    let mut s = Script::new(mirrored());
+    s.admit(2).step(&[(0, 1)]).step_without_mirror(&[(0, 1)]);
+    s.land_all();
+    assert_eq!(s.state(0, 0), PageState::Dirty, "the acknowledgement stood for missing rows");
+    s.step(&[(0, 1)]);
+    assert_eq!(s.published(), []);
+    s.land_all().step(&[]);
+    assert_eq!(s.published(), [(0, 1)]);
+    s.drain();
+}
+
 /// A published prefix of `pages` pages that nobody uses.
 fn with_prefix(s: &mut Script, pages: u8) {
     s.admit(pages).step(&[(0, 2 * pages)]).land_all().step(&[]);
     s.free(0, FreeReason::Finished);
 }
-
