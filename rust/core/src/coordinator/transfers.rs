@@ -58,12 +58,14 @@ impl Coordinator {
 
     fn after_enqueue(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.get(id) else { return };
-        if transfer.enqueued < transfer.required {
+        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
+        // A copy that is known to be bad leaves the GPU copy the only one. A restore keeps its
+        // blocks until it has completed, when it is known whether others may read them.
+        if transfer.enqueued < transfer.required || transfer.failed || !is_spill {
             return;
         }
         let (request, page, residence) = (transfer.request, transfer.page, transfer.residence);
-        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
-        if is_spill && self.live(request).is_ok() {
+        if self.live(request).is_ok() {
             if let Some(state) = self.slot(request) {
                 if state.state(page) == Some(PageState::Spilling) {
                     // OK because the table allows this event in that state.

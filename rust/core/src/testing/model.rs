@@ -203,16 +203,15 @@ impl Model {
     pub fn enqueued(&mut self, id: i64, rank: usize, config: &CoordinatorConfig) {
         let Some(transfer) = self.transfers.get_mut(&id) else { return };
         transfer.enqueued[rank] = true;
-        if !transfer.enqueued.iter().all(|&done| done) || transfer.failed {
+        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
+        let ordered = transfer.enqueued.iter().all(|&done| done);
+        if !ordered || transfer.failed || !is_spill {
             return;
         }
         if config.release_point == ReleasePoint::Enqueued {
             transfer.holds_gpu = false;
         }
-        let (request, at, kind) = (transfer.request, transfer.page, transfer.kind);
-        if matches!(kind, TransferKind::Restore | TransferKind::HostCopy) {
-            return;
-        }
+        let (request, at) = (transfer.request, transfer.page);
         if let Some(page) = self.live_page(request, at) {
             if page.state == PageState::Spilling {
                 page.state = PageState::Enqueued;

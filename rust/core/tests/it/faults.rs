@@ -59,6 +59,34 @@ fn a_page_whose_mirror_was_lost_after_it_was_sealed_is_copied_whole_and_never_pu
     s.drain();
 }
 
+#[test]
+fn a_mirror_that_was_lost_after_its_page_was_acknowledged_is_a_protocol_fault() {
+    let mut s = Script::new(mirrored());
+    s.admit(2).step(&[(0, 2)]).land_all();
+    s.world.refuse(|c| c.on_mirror_lost(RequestId(0), PageIndex(0))).unwrap();
+    s.drain();
+}
+
+#[test]
+fn a_copy_known_to_have_failed_gives_up_no_block_when_the_last_rank_enqueues_it() {
+    let release_point = ReleasePoint::Enqueued;
+    let mut s = Script::new(CoordinatorConfig { release_point, ..small_config() });
+    s.admit(4).step(&[(0, 8)]).hot(0);
+    let (&id, _) = s.world.model.transfers.iter().find(|(_, t)| t.page == 0).unwrap();
+    s.world.acknowledge(id, 0, Ack::Enqueued).unwrap();
+    s.world.acknowledge(id, 0, Ack::Failed).unwrap();
+    s.world.acknowledge(id, 1, Ack::Enqueued).unwrap();
+    s.world.model.compare(&s.world.coordinator, None).unwrap();
+    assert_eq!(s.state(0, 0), PageState::Spilling);
+    s.world.acknowledge(id, 1, Ack::Completed).unwrap();
+    assert_eq!(s.state(0, 0), PageState::Dirty);
+    s.step(&[]);
+    assert_eq!(s.plan().lost_pages, []);
+    s.land_all().step(&[]);
+    assert_eq!(s.state(0, 0), PageState::Unpinned);
+    s.drain();
+}
+
 /// A published prefix of `pages` pages that nobody uses.
 fn with_prefix(s: &mut Script, pages: u8) {
     s.admit(pages).step(&[(0, 2 * pages)]).land_all().step(&[]);
