@@ -70,6 +70,11 @@ pub struct RequestState {
     pub drained: Vec<(PageIndex, Lease)>,
     /// True while the request waits in the publication list.
     pub publish_queued: bool,
+    /// Restores and host copies, planned or waiting for a plan, that have not completed: the
+    /// request reads rows that nobody has vouched for.
+    pub unconfirmed_reads: u32,
+    /// True once a page was lost: rows computed since may have been computed from bad ones.
+    pub tainted: bool,
 }
 
 impl RequestState {
@@ -99,6 +104,8 @@ impl RequestState {
             tail_seen: 0,
             drained: Vec::new(),
             publish_queued: false,
+            unconfirmed_reads: 0,
+            tainted: false,
         }
     }
 
@@ -227,6 +234,15 @@ impl RequestState {
     #[must_use]
     pub fn is_durable(&self, page: PageIndex) -> bool {
         self.durable.contains(page.index())
+    }
+
+    /// True if durable pages may be found by others: the request is not gone for good, and every
+    /// row that its pages were computed from is known to be good.
+    #[must_use]
+    pub fn may_publish(&self) -> bool {
+        self.phase != Phase::Draining { publish: false }
+            && !self.tainted
+            && self.unconfirmed_reads == 0
     }
 
     /// Sets the "copy whole" bit of a page; true if it was clear.

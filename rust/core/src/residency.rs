@@ -118,13 +118,7 @@ impl Residences {
                 *slot = id;
             }
         }
-        if !host_block.is_null() {
-            if let Some(slot) = self.of_host_block.get_mut(index_of(host_block.0)) {
-                if *slot == u32::MAX {
-                    *slot = id;
-                }
-            }
-        }
+        self.link(ResidenceId(id));
         ResidenceId(id)
     }
 
@@ -197,6 +191,40 @@ impl Residences {
         } else if let Some(slot) = self.of_host_block.get_mut(index_of(block.0)) {
             *slot = u32::MAX;
         }
+    }
+
+    /// Makes the residence impossible to find by its host block: its rows may differ.
+    pub fn unlink(&mut self, id: ResidenceId) {
+        if let Some(slot) = self.link_of(id) {
+            if *slot == id.0 {
+                *slot = u32::MAX;
+            }
+        }
+    }
+
+    /// Makes the residence findable by its host block, unless another one is.
+    pub fn link(&mut self, id: ResidenceId) {
+        if let Some(slot) = self.link_of(id) {
+            if *slot == u32::MAX {
+                *slot = id.0;
+            }
+        }
+    }
+
+    /// True if the residence is found by its host block.
+    #[must_use]
+    pub fn is_linked(&self, id: ResidenceId) -> bool {
+        self.get(id).is_some_and(|entry| {
+            !entry.host_block.is_null() && self.of_host_block(entry.host_block) == id
+        })
+    }
+
+    fn link_of(&mut self, id: ResidenceId) -> Option<&mut u32> {
+        let host = self.get(id)?.host_block;
+        if host.is_null() {
+            return None;
+        }
+        self.of_host_block.get_mut(index_of(host.0))
     }
 
     /// Takes `request` off the readers. The caller decides whether the residence stays.

@@ -414,6 +414,9 @@ impl Coordinator {
                         && self.residences.blocks(self.residences.of_host_block(host)) == blocks;
                     let id = self.share_or_insert(blocks, host, page, a.request);
                     if !shared {
+                        // Nobody else may read the blocks before the restore has completed.
+                        self.residences.unlink(id);
+                        state.unconfirmed_reads += 1;
                         let rows = self.config.block_size;
                         self.pending.restores.push((a.request, page, rows));
                     }
@@ -509,6 +512,7 @@ impl Coordinator {
             state.sealed = page.0;
             let rows = landed - page.0 * block_size;
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, rows));
         }
         for block in dropped {
@@ -539,12 +543,14 @@ impl Coordinator {
             HostBlockId(core::mem::replace(&mut state.host_blocks[page.index()], host_block.0));
         state.set_durable(page, false);
         state.published = state.published.min(page.0);
+        state.unconfirmed_reads += 1;
         if !id.is_none() {
             let _ = state.apply(request, page, PageEvent::TailRestored);
             state.residences[page.index()] = id;
             state.set_needs_copy(page);
             state.sealed = state.sealed.min(page.0);
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, block_size));
         }
         self.pending.host_copies.push((request, page, source));

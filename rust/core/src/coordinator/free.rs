@@ -30,7 +30,9 @@ impl Coordinator {
             return Err(ProtocolFault::WrongPageState { request, page: PageIndex(0) }.into());
         }
         *plan = FreePlan::default();
-        let publish = reason != FreeReason::Preempted;
+        // Rows computed from unconfirmed reads are not waited for: the engine frees the host blocks
+        // in front of them now.
+        let publish = reason != FreeReason::Preempted && state.may_publish();
         if publish {
             plan.publish_pages = state.durable_prefix;
         }
@@ -118,15 +120,9 @@ impl Coordinator {
             }
             self.residences.remove_reader(id, request);
             // Others can find the copy by its host block if that is published or will be.
-            let findable = (page as u32) < published
-                || (publish
-                    && matches!(
-                        page_state,
-                        PageState::Spilling
-                            | PageState::Enqueued
-                            | PageState::Clean
-                            | PageState::Unpinned
-                    ));
+            let host_copy = page_state.is_host_readable() || page_state == PageState::Spilling;
+            let known = (page as u32) < published || (publish && host_copy);
+            let findable = known && self.residences.is_linked(id);
             if page_state.holds_blocks() {
                 let left = self.drop_holder(id);
                 let read = self.residences.get(id).is_some_and(|r| !r.readers.is_empty());

@@ -255,8 +255,7 @@ impl Coordinator {
 
     fn queue_publication(&mut self, request: RequestId) {
         let Some(state) = self.slot(request) else { return };
-        let publishes = state.phase != Phase::Draining { publish: false };
-        if publishes && !state.publish_queued && state.durable_prefix > state.published {
+        if state.may_publish() && !state.publish_queued && state.durable_prefix > state.published {
             state.publish_queued = true;
             self.pending.publish.push(request);
         }

@@ -312,6 +312,10 @@ impl Coordinator {
         for request in core::mem::take(&mut self.pending.publish) {
             let Some(state) = self.slot(request) else { continue };
             state.publish_queued = false;
+            if !state.may_publish() {
+                // Queued again when its reads are confirmed.
+                continue;
+            }
             let (from, to) = (state.published, state.durable_prefix);
             if to > from {
                 state.published = to;

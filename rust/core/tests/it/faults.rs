@@ -92,3 +92,61 @@ fn with_prefix(s: &mut Script, pages: u8) {
     s.admit(pages).step(&[(0, 2 * pages)]).land_all().step(&[]);
     s.free(0, FreeReason::Finished);
 }
+
+#[test]
+fn rows_computed_from_a_restore_that_failed_are_never_published() {
+    for late in [false, true] {
+        let mut s = Script::small();
+        with_prefix(&mut s, 2);
+        s.admit_prefix(1, PrefixCopies::Fresh).grow(0);
+        s.step_with_failing_reads(&[(0, 2)]);
+        if late {
+            // The page computed from bad rows lands before the restore's failure is known.
+            s.ack(0, 2, Ack::Enqueued).ack(0, 2, Ack::Completed).step(&[]);
+            assert_eq!(s.published(), [], "what it was computed from is not confirmed");
+        }
+        s.land_all().step(&[]);
+        assert_eq!(s.plan().lost_pages.len(), 2);
+        s.free(0, FreeReason::Finished);
+        assert_eq!(s.world.index.len(), 2);
+        s.drain();
+    }
+}
+
+#[test]
+fn a_request_that_finishes_while_its_restore_is_in_flight_publishes_nothing_unconfirmed() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    s.admit_prefix(1, PrefixCopies::Fresh).grow(0).step_with_failing_reads(&[(0, 2)]);
+    s.ack(0, 2, Ack::Enqueued).ack(0, 2, Ack::Completed).free(0, FreeReason::Finished);
+    assert_eq!(s.world.index.len(), 2);
+    s.drain();
+}
+
+#[test]
+fn a_restored_copy_is_not_shared_before_it_is_known_to_be_good() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    // The first holder's copies are gone; only the host has the prefix.
+    s.tenant(11).then(Event::TenantsLeave);
+    s.admit_prefix(1, PrefixCopies::Fresh).step_with_failing_reads(&[]);
+    s.admit_prefix(1, PrefixCopies::None).grow(1).step(&[(1, 2)]);
+    assert_eq!(s.state(1, 0), PageState::HostOnly);
+    s.land_all().step(&[(1, 1)]);
+    assert_eq!(s.plan().lost_pages, [(0, 0), (0, 1)], "nobody else read the bad rows");
+    s.free(0, FreeReason::Preempted);
+    s.admit_prefix(1, PrefixCopies::None).step(&[]);
+    assert_eq!(s.state(0, 0), PageState::HostOnly);
+    s.drain();
+}
+
+#[test]
+fn a_restored_copy_is_shared_once_it_is_known_to_be_good() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    s.tenant(11).then(Event::TenantsLeave);
+    s.admit_prefix(1, PrefixCopies::Fresh).step(&[]).land_all();
+    s.admit_prefix(1, PrefixCopies::None).step(&[]);
+    assert_eq!(s.states(1), [PageState::Unpinned; 2]);
+    s.drain();
+}
