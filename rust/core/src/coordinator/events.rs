@@ -95,6 +95,10 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.hot = HotRegion::Granted(Lease::adopt(blocks));
         }
+        for &block in blocks {
+            // OK because check_fresh_blocks proved the index to be in range.
+            self.hot_blocks.insert(block as usize);
+        }
         self.pending.release.push(request);
         Ok(())
     }
@@ -214,7 +218,9 @@ impl Coordinator {
             Prefix::Gpu => resident.len() / groups,
             Prefix::Host | Prefix::Import { .. } => host.len(),
         };
-        if pages == 0 && resident.is_empty() && host.is_empty() {
+        self.check_num_pages(request, pages)?;
+        let imports = matches!(admitted.prefix, Prefix::Import { num_tokens } if num_tokens > 0);
+        if pages == 0 && resident.is_empty() && host.is_empty() && !imports {
             return Ok(());
         }
         match admitted.prefix {
@@ -258,6 +264,15 @@ impl Coordinator {
         }
     }
 
+    /// Positions are counted in 31 bits where they cross to Python.
+    fn check_num_pages(&self, request: RequestId, pages: usize) -> Result<(), ProtocolFault> {
+        let limit = i32::MAX.unsigned_abs() / self.config.block_size;
+        if pages > limit as usize {
+            return Err(ProtocolFault::TooManyPages { request, pages, limit });
+        }
+        Ok(())
+    }
+
     fn check_prefix_lengths(&self, pages: usize, resident: &[i32]) -> Result<()> {
         if self.config.host_copy == HostCopy::None {
             return Err(ProtocolFault::NotConfigured { what: "a host pool" }.into());
@@ -292,6 +307,7 @@ impl Coordinator {
         let groups = self.config.num_kv_groups as usize;
         let count = pages.resident_blocks.len() / groups;
         check_len("resident blocks", pages.resident_blocks.len(), count * groups)?;
+        self.check_num_pages(request, count.saturating_add(expected.index()))?;
         let host_expected = if self.config.host_copy == HostCopy::None { 0 } else { count };
         check_len("host blocks", pages.host_blocks.len(), host_expected)?;
         for &block in pages.host_blocks {
@@ -314,7 +330,8 @@ impl Coordinator {
         for &block in blocks {
             self.check_block(block)?;
             let id = BlockId(block);
-            if !self.residences.of_block(id).is_none() {
+            let hot = self.hot_blocks.contains(block as usize);
+            if hot || !self.residences.of_block(id).is_none() {
                 return Err(ProtocolFault::BlockHeld { block: id }.into());
             }
             // OK because check_block proved the index to be in range.

@@ -50,10 +50,8 @@ impl Coordinator {
         // The engine carries this plan out at once, so its pools count these blocks.
         self.released_gpu = released;
         self.drop_queued(request);
+        self.end_hot_region(request, &mut plan.free_gpu);
         let Some(state) = self.slot(request) else { return Ok(()) };
-        if let Some(lease) = state.hot.take() {
-            lease.release(&mut plan.free_gpu);
-        }
         let hosts = core::mem::take(&mut state.host_blocks);
         plan.retired = state.num_transfers == 0;
         for block in hosts {

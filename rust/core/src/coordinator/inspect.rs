@@ -84,6 +84,7 @@ impl Coordinator {
         self.lru.iter().collect::<Vec<_>>().hash(hasher);
         self.host_users.hash(hasher);
         self.pending.hash(hasher);
+        self.hot_blocks.hash(hasher);
         (self.num_live, self.released_gpu, self.num_hot_wanted, self.shut_down).hash(hasher);
     }
 }

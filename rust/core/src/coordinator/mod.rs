@@ -19,6 +19,8 @@ mod transfers;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use inspect::Inspection;
 
+use fixedbitset::FixedBitSet;
+
 use crate::config::CoordinatorConfig;
 use crate::error::{ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
@@ -70,6 +72,8 @@ pub struct Coordinator {
     step: u64,
     /// Blocks that lost their last hold since the last plan; the pools do not count them yet.
     released_gpu: u32,
+    /// Blocks of hot regions: they belong to no residence, and are as little free.
+    hot_blocks: FixedBitSet,
     /// Hot regions asked for in the last plan.
     num_hot_wanted: u32,
     /// Stamps that find duplicates inside one batch.
@@ -102,6 +106,7 @@ impl Coordinator {
             pending: Pending::default(),
             step: 0,
             released_gpu: 0,
+            hot_blocks: FixedBitSet::with_capacity(config.gpu_blocks as usize),
             num_hot_wanted: 0,
             request_stamps: Vec::new(),
             block_stamps: vec![0; config.gpu_blocks as usize],
@@ -259,6 +264,19 @@ impl Coordinator {
             state.publish_queued = true;
             self.pending.publish.push(request);
         }
+    }
+
+    /// Takes the request's hot region from it and appends its blocks to `freed`. True if it had
+    /// one.
+    fn end_hot_region(&mut self, request: RequestId, freed: &mut Vec<i32>) -> bool {
+        let Some(lease) = self.slot(request).and_then(|state| state.hot.take()) else {
+            return false;
+        };
+        for &block in lease.blocks() {
+            self.hot_blocks.set(block as usize, false);
+        }
+        lease.release(freed);
+        true
     }
 
     fn add_host_user(&mut self, block: i32) {

@@ -183,12 +183,10 @@ impl Coordinator {
                 state.full_since = step;
             } else if step - state.full_since >= u64::from(self.config.hot_return_steps) {
                 state.full_since = 0;
-                if let Some(lease) = state.hot.take() {
-                    self.released_gpu += self.config.hot_region_blocks();
-                    lease.release(&mut self.pending.free_gpu);
-                    plan.hot_regions_returned.push(request.0 as i32);
-                    self.stats.hot_regions_returned += 1;
-                }
+                self.released_gpu += self.config.hot_region_blocks();
+                self.end_hot_region(request, &mut plan.free_gpu);
+                plan.hot_regions_returned.push(request.0 as i32);
+                self.stats.hot_regions_returned += 1;
             }
             return room;
         }

@@ -47,6 +47,33 @@ fn a_stray_request_id_is_refused_before_any_table_grows_to_it() {
 }
 
 #[test]
+fn an_import_of_tokens_without_pages_is_refused() {
+    let mut world = World::new(small_config()).unwrap();
+    let import = admitted(0, Prefix::Import { num_tokens: 4 });
+    let got = world.refuse(|c| c.on_admitted(&[import])).unwrap();
+    let what = "host blocks";
+    assert_eq!(got, ProtocolFault::WrongLength { what, got: 0, expected: 2 }.into());
+}
+
+#[test]
+fn a_block_of_a_hot_region_is_not_accepted_as_a_page() {
+    let mut s = Script::small();
+    s.admit(3).hot(0);
+    let block = s.world.requests[&0].hot[0];
+    let first_page = PageIndex(3);
+    let pages = PagesAllocated {
+        request: RequestId(0),
+        first_page,
+        host_blocks: &[9],
+        resident_blocks: &[block],
+    };
+    s.world.refuse(|c| c.on_blocks_allocated(&[pages])).unwrap();
+    s.admit(1);
+    s.world.refuse(|c| c.on_hot_region_allocated(RequestId(1), &[block])).unwrap();
+    s.drain();
+}
+
+#[test]
 fn a_page_whose_mirror_was_lost_after_it_was_sealed_is_copied_whole_and_never_published_before() {
     let mut s = Script::new(mirrored());
     s.admit(2).step(&[(0, 1)]).step_without_mirror(&[(0, 1)]);
