@@ -85,26 +85,31 @@ impl Coordinator {
                 lease.release(free_host);
             }
         }
-        for state in self.requests.drain(..).flatten() {
-            let mut state = state;
+        for mut state in self.requests.drain(..).flatten() {
             if let Some(lease) = state.hot.take() {
                 lease.release(&mut plan.free_gpu);
             }
             for (_, lease) in core::mem::take(&mut state.drained) {
                 lease.release(free_host);
             }
-            if state.phase == Phase::Live {
-                for (page, &id) in (0_u32..).map(PageIndex).zip(&state.residences) {
-                    if state.state(page).is_some_and(PageState::holds_blocks) {
-                        plan.free_gpu.extend_from_slice(self.residences.blocks(id));
-                    }
-                }
-                free_host.extend(state.host_blocks.iter().copied().filter(|&block| block != 0));
+            if state.phase != Phase::Live {
+                continue;
             }
+            for (page_state, &id) in state.states().iter().zip(&state.residences) {
+                // The last page of an import has blocks to be restored into.
+                if page_state.holds_blocks() || *page_state == PageState::Importing {
+                    plan.free_gpu.extend_from_slice(self.residences.blocks(id));
+                }
+            }
+            free_host.extend(state.host_blocks.iter().copied().filter(|&block| block != 0));
         }
-        plan.free_gpu.append(&mut self.pending.free_gpu);
-        plan.unpin_gpu.append(&mut self.pending.unpin_gpu);
-        free_host.append(&mut self.pending.free_host);
+        let pending = core::mem::take(&mut self.pending);
+        plan.free_gpu.extend(pending.free_gpu);
+        plan.unpin_gpu.extend(pending.unpin_gpu);
+        free_host.extend(pending.free_host);
+        free_host.extend(pending.host_copies.iter().map(|(_, _, source)| source.0));
+        self.num_live = 0;
+        self.num_hot_wanted = 0;
     }
 
     fn leave_pages(&mut self, request: RequestId, publish: bool, plan: &mut FreePlan) {

@@ -74,6 +74,20 @@ fn a_block_of_a_hot_region_is_not_accepted_as_a_page() {
 }
 
 #[test]
+fn an_admission_query_beyond_all_sizes_is_answered_and_does_not_wrap() {
+    let world = World::new(CoordinatorConfig { num_kv_groups: 2, ..small_config() }).unwrap();
+    for transition in [true, false] {
+        let config = CoordinatorConfig { transition, ..world.coordinator.config().clone() };
+        let config = CoordinatorConfig { gpu_blocks: 40, other_blocks_per_page: 9, ..config };
+        let c = World::new(CoordinatorConfig { max_model_len: 6, ..config }).unwrap().coordinator;
+        let query =
+            AdmissionQuery { num_tokens: u32::MAX, host_prefix_pages: 0, gpu_prefix_pages: 0 };
+        let cost = c.admission_cost(query);
+        assert_eq!(cost.gpu_blocks, u32::MAX, "saturated");
+    }
+}
+
+#[test]
 fn a_page_whose_mirror_was_lost_after_it_was_sealed_is_copied_whole_and_never_published_before() {
     let mut s = Script::new(mirrored());
     s.admit(2).step(&[(0, 1)]).step_without_mirror(&[(0, 1)]);
@@ -176,4 +190,22 @@ fn a_restored_copy_is_shared_once_it_is_known_to_be_good() {
     s.admit_prefix(1, PrefixCopies::None).step(&[]);
     assert_eq!(s.states(1), [PageState::Unpinned; 2]);
     s.drain();
+}
+
+#[test]
+fn shutdown_gives_back_an_import_and_a_host_copy_that_no_plan_has_seen() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    s.admit_prefix(1, PrefixCopies::None).then(Event::Redirect { pick: 0, writable: true });
+    s.import(3, true);
+    s.then(Event::Shutdown);
+}
+
+#[test]
+fn after_shutdown_no_work_is_pending() {
+    let mut s = Script::small();
+    s.admit(2).step(&[(0, 4)]).land_all();
+    assert!(s.world.coordinator.has_pending_work(), "pages wait to be published");
+    s.then(Event::Shutdown);
+    assert!(!s.world.coordinator.has_pending_work());
 }
