@@ -149,13 +149,20 @@ impl RequestState {
     }
 
     /// Pages outside the tail that a hot region would let the request give up, now or when their
-    /// copies complete. The tail may hold clean pages; they are taken off in full.
+    /// copies complete.
     #[must_use]
     pub fn num_releasable(&self) -> u32 {
-        (self.count(PageState::Clean)
-            + self.count(PageState::Enqueued)
-            + self.count(PageState::Spilling))
-        .saturating_sub(TAIL_PAGES)
+        self.count_outside_tail(&[PageState::Clean, PageState::Enqueued, PageState::Spilling])
+    }
+
+    /// Pages outside the tail in one of `states`.
+    #[must_use]
+    pub fn count_outside_tail(&self, states: &[PageState]) -> u32 {
+        let all: u32 = states.iter().map(|&state| self.count(state)).sum();
+        let tail = (self.tail_start()..self.num_pages()).map(PageIndex);
+        let in_tail = tail.filter(|&page| self.state(page).is_some_and(|s| states.contains(&s)));
+        // OK because the tail has TAIL_PAGES pages at most.
+        all - in_tail.count() as u32
     }
 
     /// Appends a page.

@@ -70,8 +70,9 @@ pub struct Coordinator {
     host_users: Vec<u32>,
     pending: Pending,
     step: u64,
-    /// Blocks that lost their last hold since the last plan; the pools do not count them yet.
-    released_gpu: u32,
+    /// Blocks that lost their last hold since the last plan, less those that got a first one:
+    /// what carrying out the next plan adds to the pool's free blocks.
+    released_gpu: i64,
     /// Blocks of hot regions: they belong to no residence, and are as little free.
     hot_blocks: FixedBitSet,
     /// Hot regions asked for in the last plan.
@@ -256,6 +257,13 @@ impl Coordinator {
             }
             _ => Err(ProtocolFault::DuplicateRequest { request }),
         }
+    }
+
+    /// GPU blocks that the pool can hand out once the next plan is carried out.
+    fn available(&self, levels: PoolLevels) -> u32 {
+        let available = i64::from(levels.gpu_free) + self.released_gpu;
+        // OK because it is a number of blocks of the pool.
+        available.max(0) as u32
     }
 
     fn queue_publication(&mut self, request: RequestId) {

@@ -32,8 +32,8 @@ impl Coordinator {
         plan.recycled_host_blocks.append(&mut self.pending.recycled_host_blocks);
         self.adopt_copies();
         self.plan_queued_transfers(plan);
-        let available = levels.gpu_free.saturating_add(self.released_gpu);
-        let room = available.saturating_sub(self.config.watermark().saturating_mul(2));
+        let reserve = self.config.watermark().saturating_mul(2);
+        let room = self.available(levels).saturating_sub(reserve);
         let mut room = if self.config.transition { room } else { 0 };
         self.release_granted();
         for item in scheduled {
@@ -126,10 +126,16 @@ impl Coordinator {
     /// Requests with a fresh hot region give up all pages that may go.
     fn release_granted(&mut self) {
         for request in core::mem::take(&mut self.pending.release) {
-            let Ok(state) = self.live(request) else { continue };
-            for page in (0..state.tail_start()).map(PageIndex) {
-                self.try_release(request, page);
-            }
+            self.release_all(request);
+        }
+    }
+
+    /// Releases every page that may go, tail first: the first block given up is the first to be
+    /// reused, and the start of a prefix serves most.
+    fn release_all(&mut self, request: RequestId) {
+        let Ok(state) = self.live(request) else { return };
+        for page in (0..state.tail_start()).rev().map(PageIndex) {
+            self.try_release(request, page);
         }
     }
 
@@ -183,7 +189,7 @@ impl Coordinator {
                 state.full_since = step;
             } else if step - state.full_since >= u64::from(self.config.hot_return_steps) {
                 state.full_since = 0;
-                self.released_gpu += self.config.hot_region_blocks();
+                self.released_gpu += i64::from(self.config.hot_region_blocks());
                 self.end_hot_region(request, &mut plan.free_gpu);
                 plan.hot_regions_returned.push(request.0 as i32);
                 self.stats.hot_regions_returned += 1;
@@ -205,6 +211,9 @@ impl Coordinator {
             if state.apply(request, page, PageEvent::Repinned).is_ok() {
                 plan.touch_gpu.extend_from_slice(self.residences.blocks(id));
                 if let Some(residence) = self.residences.get_mut(id) {
+                    if residence.holders == 0 {
+                        self.released_gpu -= i64::from(groups);
+                    }
                     residence.holders += 1;
                 }
                 self.stats.pages_repinned += 1;
@@ -254,39 +263,34 @@ impl Coordinator {
         plan.all_context_resident &= !reads_host;
     }
 
-    /// Under pressure, least recently scheduled requests give up residency first: those in a
-    /// spell of full residency release their pages at once, others are asked to take a hot
-    /// region, if that frees more blocks than it costs.
+    /// Under pressure, least recently scheduled requests give up residency first: those with a
+    /// hot region release the pages that they kept while there was room, others are asked to take
+    /// a hot region, if that frees more blocks than it costs.
     fn relieve_pressure(&mut self, levels: PoolLevels, plan: &mut StepPlan) {
         self.num_hot_wanted = 0;
-        let available = levels.gpu_free.saturating_add(self.released_gpu);
+        let available = self.available(levels);
         let watermark = self.config.watermark();
         if !self.config.transition || available >= watermark {
             return;
         }
         let mut deficit = i64::from(watermark - available);
-        let mut budget = levels.gpu_free;
+        let mut budget = available;
         let region = self.config.hot_region_blocks();
         let groups = self.config.num_kv_groups;
-        let mut ends_spell = Vec::new();
-        for request in self.lru.iter() {
-            if deficit <= 0 {
-                break;
-            }
+        let mut next = self.lru.oldest();
+        while let Some(request) = next.filter(|_| deficit > 0) {
+            next = self.lru.newer_than(request);
             let Ok(state) = self.live(request) else { continue };
-            let gain = state.num_releasable().saturating_mul(groups);
             if state.hot.is_held() {
-                if state.full_since != 0 && gain > 0 {
-                    deficit -= i64::from(gain);
-                    ends_spell.push(request);
-                }
+                deficit -= self.release_kept(request);
                 continue;
             }
+            let gain = state.num_releasable().saturating_mul(groups);
             if gain <= region {
                 continue;
             }
             if budget < region {
-                let free = levels.gpu_free;
+                let free = available;
                 let reclaiming = !self.transfers.is_empty();
                 let refusal = Refusal::Short { pool: Pool::Gpu, need: region, free, reclaiming };
                 plan.refusals.push((request.0 as i32, refusal));
@@ -297,13 +301,19 @@ impl Coordinator {
             plan.hot_regions_wanted.push(request.0 as i32);
             self.num_hot_wanted += 1;
         }
-        for request in ends_spell {
-            if let Some(state) = self.slot(request) {
-                state.full_since = 0;
-            }
-            self.pending.release.push(request);
+    }
+
+    /// Ends a spell of full residency and releases what the request may give up. Returns the
+    /// blocks that lost their last hold.
+    fn release_kept(&mut self, request: RequestId) -> i64 {
+        let before = self.released_gpu;
+        let Some(state) = self.slot(request) else { return 0 };
+        let kept = state.count_outside_tail(&[PageState::Clean, PageState::Enqueued]);
+        if kept > 0 {
+            state.full_since = 0;
+            self.release_all(request);
         }
-        self.release_granted();
+        self.released_gpu - before
     }
 
     fn flush(&mut self, plan: &mut StepPlan) {

@@ -190,7 +190,7 @@ impl Coordinator {
         residence.holders = residence.holders.saturating_sub(1);
         let left = residence.holders;
         if left == 0 {
-            self.released_gpu += groups;
+            self.released_gpu += i64::from(groups);
         }
         left
     }

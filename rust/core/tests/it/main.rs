@@ -4,4 +4,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod faults;
+mod pressure;
 mod script;
+mod state_machine;
