@@ -68,7 +68,7 @@ fn host_blocks_conserve(view: &Inspection<'_>, host: &ToyPool) -> Check {
     };
     for (_, state) in &view.requests {
         add(&state.host_blocks);
-        state.drained.iter().for_each(|(_, lease)| add(lease.blocks()));
+        state.beyond_gap.iter().for_each(|(_, lease)| add(lease.blocks()));
     }
     for (_, transfer) in view.transfers.iter() {
         add(transfer.host_lease.as_ref().map_or(&[], |lease| lease.blocks()));

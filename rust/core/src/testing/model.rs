@@ -51,8 +51,8 @@ pub struct ModelRequest {
     pub tainted: bool,
     /// Freed, and whether later pages may still be published.
     pub draining: Option<bool>,
-    /// Host blocks kept for pages beyond a gap, by page.
-    pub drained: BTreeMap<u32, Vec<i32>>,
+    /// Host blocks kept for landed pages beyond a gap, by page.
+    pub beyond_gap: BTreeMap<u32, Vec<i32>>,
 }
 
 impl ModelRequest {
@@ -230,13 +230,15 @@ impl Model {
         let Some(transfer) = self.transfers.remove(&id) else { return };
         self.ended(&transfer);
         let Some(request) = self.requests.get_mut(&transfer.request) else { return };
-        if request.draining == Some(true) {
+        let landed = request.pages.get(transfer.page as usize).is_some_and(|page| page.landed);
+        if request.draining != Some(false) && landed {
             let kept = [transfer.host, transfer.source].into_iter().filter(|&block| block != 0);
-            request.drained.entry(transfer.page).or_default().extend(kept);
+            request.beyond_gap.entry(transfer.page).or_default().extend(kept);
         }
         let left = self.transfers.values().any(|other| other.request == transfer.request);
+        let waits = left || request.draining.is_none();
         let prefix = request.landed_prefix();
-        request.drained.retain(|&page, _| left && page >= prefix);
+        request.beyond_gap.retain(|&page, _| waits && page >= prefix);
     }
 
     fn ended(&mut self, transfer: &ModelTransfer) {
@@ -327,6 +329,9 @@ impl Model {
         request.replan.clear();
         request.lost.clear();
         let left = self.transfers.values().any(|transfer| transfer.request == id);
+        if !publish || !left {
+            request.beyond_gap.clear();
+        }
         ensure(8, plan.retired != left, || format!("freed {id}: retired is {}", plan.retired))?;
         if !left {
             self.requests.remove(&id);
@@ -542,8 +547,8 @@ impl Model {
         let pages = live.clone().flat_map(|r| &r.pages).map(|page| &page.host);
         let sources = live.flat_map(|r| &r.host_copies).map(|(_, source)| source);
         let copies = self.transfers.values().flat_map(|t| [&t.host, &t.source]);
-        let drained = self.requests.values().flat_map(|r| r.drained.values()).flatten();
-        count(pages.chain(sources).chain(copies).chain(drained).filter(|&&block| block != 0))
+        let beyond = self.requests.values().flat_map(|r| r.beyond_gap.values()).flatten();
+        count(pages.chain(sources).chain(copies).chain(beyond).filter(|&&block| block != 0))
     }
 }
 

@@ -5,5 +5,6 @@
 
 mod faults;
 mod pressure;
+mod publication;
 mod script;
 mod state_machine;
