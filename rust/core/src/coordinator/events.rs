@@ -145,7 +145,9 @@ impl Coordinator {
     /// With `resident_blocks` `[G]` the page is also restored into them, writable.
     ///
     /// # Errors
-    /// Protocol faults for unknown requests, pages that are not host-only, bad or held blocks.
+    /// Protocol faults for unknown requests, pages that are not host-only, pages whose host copy
+    /// is not complete (one that was redirected just now), bad or held blocks; nothing has changed
+    /// then.
     pub fn on_host_block_redirected(
         &mut self,
         request: RequestId,
@@ -154,7 +156,8 @@ impl Coordinator {
         resident_blocks: Option<&[i32]>,
     ) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page) != Some(PageState::HostOnly) {
+        let state = self.live(request)?;
+        if state.state(page) != Some(PageState::HostOnly) || !state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         let stamp = self.next_stamp();

@@ -258,9 +258,11 @@ impl World {
         let pages = accepted(self.coordinator.num_pages(request))?;
         let Some(page) = pages.checked_sub(1).map(PageIndex) else { return Ok(false) };
         let state = accepted(self.coordinator.page_state(request, page))?;
+        let durable = accepted(self.coordinator.durable_prefix(request))? == pages;
         let full = self.requests[&id].tags.len() == (pages * block_size) as usize;
         if state != Some(PageState::HostOnly)
             || !full
+            || !durable
             || self.requests[&id].lost
             || !self.fits(if writable { groups } else { 0 }, 1)
             || self.model.transfers.values().any(|t| t.request == id)

@@ -133,7 +133,7 @@ impl Model {
     /// # Errors
     /// Rule 2 if a request still holds one of them.
     pub fn reused(&mut self, blocks: &[i32]) -> Check {
-        for (id, request) in &mut self.requests {
+        for (id, request) in self.requests.iter_mut().filter(|(_, r)| r.draining.is_none()) {
             for (at, page) in request.pages.iter_mut().enumerate() {
                 if !page.blocks.iter().any(|block| blocks.contains(block)) {
                     continue;

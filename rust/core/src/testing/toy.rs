@@ -212,7 +212,10 @@ impl ToyWorker {
             }
         }
         for &request in &plan.residency.cleared {
-            self.rows.entry(request).or_default().residency.clear();
+            // The row map keeps what another request left there: a new region must empty it.
+            let row = self.rows.entry(request).or_default();
+            row.residency.clear();
+            row.hot.clear();
         }
         let deltas = &plan.residency;
         let n = deltas.request.len();

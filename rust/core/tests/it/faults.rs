@@ -4,7 +4,7 @@
 
 use hotpage_core::config::{CoordinatorConfig, HostCopy, ReleasePoint};
 use hotpage_core::error::{Error, ProtocolFault};
-use hotpage_core::ids::{PageIndex, RequestId};
+use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
 use hotpage_core::page::PageState;
 use hotpage_core::step::{
     AdmissionQuery, Admitted, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepPlan,
@@ -208,4 +208,14 @@ fn after_shutdown_no_work_is_pending() {
     assert!(s.world.coordinator.has_pending_work(), "pages wait to be published");
     s.then(Event::Shutdown);
     assert!(!s.world.coordinator.has_pending_work());
+}
+
+#[test]
+fn a_page_is_not_redirected_again_before_its_copy_is_complete() {
+    let mut s = Script::small();
+    s.import(2, false).landed(Some(2)).then(Event::Redirect { pick: 0, writable: false });
+    let (request, page, fresh) = (RequestId(0), PageIndex(0), HostBlockId(9));
+    s.world.refuse(|c| c.on_host_block_redirected(request, page, fresh, None)).unwrap();
+    s.step(&[]).land_all().then(Event::Redirect { pick: 0, writable: false });
+    s.drain();
 }
