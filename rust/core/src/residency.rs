@@ -230,7 +230,9 @@ impl Residences {
     /// Takes `request` off the readers. The caller decides whether the residence stays.
     pub fn remove_reader(&mut self, id: ResidenceId, request: RequestId) {
         if let Some(entry) = self.get_mut(id) {
-            entry.readers.retain(|reader| *reader != request);
+            if let Some(at) = entry.readers.iter().position(|reader| *reader == request) {
+                entry.readers.swap_remove(at);
+            }
         }
     }
 }

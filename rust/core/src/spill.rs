@@ -90,6 +90,8 @@ pub enum AckKind {
 pub struct Transfers {
     in_flight: HashMap<i64, Transfer>,
     last_id: i64,
+    /// Transfers that hold GPU blocks.
+    num_gpu_leases: usize,
 }
 
 impl Transfers {
@@ -129,6 +131,7 @@ impl Transfers {
     /// Starts to track a transfer; ids rise and are never used twice.
     pub fn insert(&mut self, transfer: Transfer) -> TransferId {
         self.last_id += 1;
+        self.num_gpu_leases += usize::from(transfer.gpu_lease.is_some());
         self.in_flight.insert(self.last_id, transfer);
         TransferId(self.last_id)
     }
@@ -139,8 +142,15 @@ impl Transfers {
         self.in_flight.get(&id.0)
     }
 
+    /// True if some transfer holds GPU blocks.
+    #[must_use]
+    pub fn holds_gpu_blocks(&self) -> bool {
+        self.num_gpu_leases > 0
+    }
+
     /// Stops tracking all transfers and returns them.
     pub fn drain(&mut self) -> impl Iterator<Item = Transfer> + '_ {
+        self.num_gpu_leases = 0;
         self.in_flight.drain().map(|(_, transfer)| transfer)
     }
 
@@ -178,7 +188,9 @@ impl Transfers {
 
     /// The GPU lease of a transfer that every rank has enqueued.
     pub fn take_gpu_lease(&mut self, id: TransferId) -> Option<Lease> {
-        self.in_flight.get_mut(&id.0)?.gpu_lease.take()
+        let lease = self.in_flight.get_mut(&id.0)?.gpu_lease.take()?;
+        self.num_gpu_leases -= 1;
+        Some(lease)
     }
 
     /// Stops tracking a transfer that every rank has completed.
@@ -187,7 +199,9 @@ impl Transfers {
         if transfer.completed < transfer.required {
             return None;
         }
-        self.in_flight.remove(&id.0)
+        let transfer = self.in_flight.remove(&id.0)?;
+        self.num_gpu_leases -= usize::from(transfer.gpu_lease.is_some());
+        Some(transfer)
     }
 
     fn add(&mut self, kind: AckKind, ack: TransferAck) -> Result<(), ProtocolFault> {

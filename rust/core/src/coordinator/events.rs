@@ -244,7 +244,8 @@ impl Coordinator {
                 for (page, &block) in host.iter().enumerate() {
                     self.check_host_block(block)?;
                     if let Some(blocks) = page_blocks(resident, page, groups) {
-                        self.check_prefix_blocks(HostBlockId(block), blocks, stamp)?;
+                        let index = PageIndex(page as u32);
+                        self.check_prefix_blocks(index, HostBlockId(block), blocks, stamp)?;
                     }
                 }
                 Ok(())
@@ -288,9 +289,16 @@ impl Coordinator {
     }
 
     /// A page of a host prefix may bring the blocks of a readable copy, or fresh ones.
-    fn check_prefix_blocks(&mut self, host: HostBlockId, blocks: &[i32], stamp: u64) -> Result<()> {
+    fn check_prefix_blocks(
+        &mut self,
+        page: PageIndex,
+        host: HostBlockId,
+        blocks: &[i32],
+        stamp: u64,
+    ) -> Result<()> {
         let id = self.residences.of_host_block(host);
-        if !id.is_none() && self.residences.blocks(id) == blocks {
+        let same_page = self.residences.get(id).is_some_and(|residence| residence.page == page);
+        if same_page && self.residences.blocks(id) == blocks {
             return Ok(());
         }
         self.check_fresh_blocks(blocks, stamp)

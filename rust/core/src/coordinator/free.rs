@@ -153,16 +153,23 @@ impl Coordinator {
         }
     }
 
-    /// Takes the request off every list of work for the next plan.
+    /// Takes the request off the lists of work for the next plan. Most requests leave with nothing
+    /// queued, so a list is looked through only if the request can be on it.
     fn drop_queued(&mut self, request: RequestId) {
+        let Some(state) = self.slot(request) else { return };
+        // Its entry stays in the list and is skipped, because this mark is gone.
+        state.publish_queued = false;
+        let reads = state.unconfirmed_reads > 0;
         let pending = &mut self.pending;
-        pending.adopt.retain(|r| *r != request);
-        pending.release.retain(|r| *r != request);
-        pending.restores.retain(|(r, ..)| *r != request);
+        // Failed copies are rare, so these lists are short. Adoptions and releases look at the
+        // state that they find, so a stale entry is harmless.
         pending.replan.retain(|(r, _)| *r != request);
-        // OK because request ids are below 2^31: there are fewer requests than GPU blocks.
+        // OK because request ids are below RequestId::LIMIT.
         pending.lost_pages.retain(|(r, _)| *r != request.0 as i32);
-        pending.publish.retain(|r| *r != request);
+        if !reads {
+            return;
+        }
+        pending.restores.retain(|(r, ..)| *r != request);
         let copies = core::mem::take(&mut pending.host_copies);
         for (owner, page, source) in copies {
             if owner == request {
@@ -172,9 +179,6 @@ impl Coordinator {
             } else {
                 self.pending.host_copies.push((owner, page, source));
             }
-        }
-        if let Some(state) = self.slot(request) {
-            state.publish_queued = false;
         }
     }
 }

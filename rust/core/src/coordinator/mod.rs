@@ -161,7 +161,7 @@ impl Coordinator {
     pub fn has_pending_reclamation(&self, levels: PoolLevels) -> bool {
         let releases = !self.pending.unpin_gpu.is_empty() || !self.pending.free_gpu.is_empty();
         let wanted = self.num_hot_wanted > 0 && levels.gpu_free >= self.config.hot_region_blocks();
-        releases || wanted || self.transfers.iter().any(|(_, t)| t.gpu_lease.is_some())
+        releases || wanted || self.transfers.holds_gpu_blocks()
     }
 
     /// Pages of a live request.

@@ -6,6 +6,7 @@ use crate::config::HostCopy;
 use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::page::{PageEvent, PageState};
+use crate::request::Phase;
 use crate::step::{PoolLevels, Refusal, Scheduled, StepPlan};
 
 impl Coordinator {
@@ -93,6 +94,9 @@ impl Coordinator {
             else {
                 continue;
             };
+            if state.phase != Phase::Live {
+                continue;
+            }
             for page in (0..state.num_pages()).map(PageIndex) {
                 if state.state(page) != Some(PageState::HostOnly) {
                     continue;
@@ -100,6 +104,10 @@ impl Coordinator {
                 let host = HostBlockId(state.host_blocks[page.index()]);
                 let id = self.residences.of_host_block(host);
                 let Some(residence) = self.residences.get_mut(id) else { continue };
+                // Losing a block reports the residence's position to all readers.
+                if residence.page != page {
+                    continue;
+                }
                 if state.apply(request, page, PageEvent::Adopted).is_ok() {
                     residence.readers.push(request);
                     state.residences[page.index()] = id;
@@ -319,8 +327,8 @@ impl Coordinator {
     fn flush(&mut self, plan: &mut StepPlan) {
         for request in core::mem::take(&mut self.pending.publish) {
             let Some(state) = self.slot(request) else { continue };
-            state.publish_queued = false;
-            if !state.may_publish() {
+            let queued = core::mem::take(&mut state.publish_queued);
+            if !queued || !state.may_publish() {
                 // Queued again when its reads are confirmed.
                 continue;
             }

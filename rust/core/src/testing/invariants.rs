@@ -198,8 +198,8 @@ fn queues_and_counts_agree(c: &Coordinator, view: &Inspection<'_>) -> Check {
             format!("request {id} counts {} transfers, has {transfers}", state.num_transfers)
         })?;
         let queued = view.publishing.iter().filter(|r| *r == id).count();
-        ensure(8, queued == usize::from(state.publish_queued), || {
-            format!("request {id} is queued for publication {queued} times")
+        ensure(8, queued > 0 || !state.publish_queued, || {
+            format!("request {id} is marked as queued for publication and is not")
         })?;
         check_page_counts(*id, state)?;
         if state.phase == Phase::Live {
@@ -273,15 +273,15 @@ fn worker_tables_agree(c: &Coordinator, worker: &ToyWorker, scheduled: &[Request
     Ok(())
 }
 
-/// While the pool is short, a request with a hot region keeps no page that it could give up, and
-/// a request is asked to take a region only if that frees more than it costs.
+/// While the pool is short and no older request is asked to take a hot region, a request that has
+/// one keeps no page that it could give up; and a request is asked to take a region only if that frees more than it costs.
 fn pressure_is_answered(c: &Coordinator, plan: &StepPlan, gpu: &ToyPool) -> Check {
     let view = c.inspect();
     let config = c.config();
     if !config.transition {
         return Ok(());
     }
-    let short = gpu.num_free() < config.watermark();
+    let short = gpu.num_free() < config.watermark() && plan.hot_regions_wanted.is_empty();
     for (id, state) in view.requests.iter().filter(|(_, s)| s.phase == Phase::Live) {
         let tail = state.num_pages().saturating_sub(TAIL_PAGES) as usize;
         let body = &state.states()[..tail];
