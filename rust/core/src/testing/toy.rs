@@ -20,13 +20,15 @@ pub const GARBAGE: u32 = u32::MAX;
 /// Tag of a row that belongs to nobody who is tested.
 pub const FOREIGN: u32 = u32::MAX - 1;
 
-/// A pool that counts the holds on each block and hands blocks out first in, first out.
+/// A pool that counts the holds on each block. It hands blocks out first in, first out, or
+/// lowest id first, which makes most block ids interchangeable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ToyPool {
     pool: Pool,
     refs: Vec<u32>,
     watched: Vec<bool>,
     free: VecDeque<i32>,
+    lowest_first: bool,
 }
 
 impl ToyPool {
@@ -35,7 +37,19 @@ impl ToyPool {
     pub fn new(pool: Pool, blocks: u32) -> Self {
         let free = (1..i32::try_from(blocks).unwrap_or(1)).collect();
         let len = blocks as usize;
-        Self { pool, refs: vec![0; len], watched: vec![false; len], free }
+        Self { pool, refs: vec![0; len], watched: vec![false; len], free, lowest_first: false }
+    }
+
+    /// Hands out the lowest ids first from now on.
+    pub fn hand_out_lowest_first(&mut self) {
+        self.lowest_first = true;
+        self.free.make_contiguous().sort_unstable();
+    }
+
+    /// True if nobody can read the block: it is free and not watched.
+    #[must_use]
+    pub fn is_blank(&self, block: usize) -> bool {
+        self.refs.get(block) == Some(&0) && self.watched.get(block) == Some(&false)
     }
 
     /// Blocks that can be handed out.
@@ -91,7 +105,9 @@ impl ToyPool {
             ensure(1, self.refs[at] > 0, || format!("{} block {block} freed twice", self.pool))?;
             self.refs[at] -= 1;
             if self.refs[at] == 0 {
-                self.free.push_back(block);
+                let sorted = self.free.iter().position(|&free| free > block);
+                let at = sorted.filter(|_| self.lowest_first).unwrap_or(self.free.len());
+                self.free.insert(at, block);
             }
         }
         Ok(())

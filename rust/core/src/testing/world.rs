@@ -188,18 +188,54 @@ impl World {
         Ok(())
     }
 
-    /// Digest that is equal for worlds with the same future.
+    /// Digest that is equal for worlds with the same future: tags enter by where they are equal,
+    /// rows that nobody can read not at all.
     #[must_use]
     pub fn future_digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.coordinator.future_digest().hash(&mut hasher);
-        (&self.gpu, &self.host, &self.worker, &self.requests).hash(&mut hasher);
-        (&self.draining, &self.index, &self.tenants, self.shut_down).hash(&mut hasher);
+        (&self.gpu, &self.host, &self.tenants, self.shut_down).hash(&mut hasher);
         self.model.requests.hash(&mut hasher);
         for transfer in self.model.transfers.values() {
             transfer.hash(&mut hasher);
         }
+        let mut names = BTreeMap::new();
+        let mut name = |tag: u32, hasher: &mut DefaultHasher| {
+            let next = names.len();
+            let fixed = tag >= FOREIGN;
+            (if fixed { tag as usize } else { *names.entry(tag).or_insert(next) }).hash(hasher);
+        };
+        for request in self.requests.values().chain(self.draining.values()) {
+            request.tags.iter().for_each(|&tag| name(tag, &mut hasher));
+            ToyRequest { tags: Vec::new(), ..request.clone() }.hash(&mut hasher);
+        }
+        for (pool, memory) in [(&self.gpu, &self.worker.gpu), (&self.host, &self.worker.host)] {
+            let published = |b: usize| self.index.values().any(|&i| i.unsigned_abs() as usize == b);
+            let is_host = core::ptr::eq(pool, &self.host);
+            for (at, rows) in memory.iter().flat_map(|rank| rank.iter().enumerate()) {
+                if !pool.is_blank(at) || (is_host && published(at)) {
+                    rows.iter().for_each(|&tag| name(tag, &mut hasher));
+                }
+            }
+        }
+        for (id, row) in self.worker.rows.iter().filter(|(id, _)| self.lives(**id)) {
+            (id, &row.residency, &row.hot).hash(&mut hasher);
+            for (key, rows) in &row.hot_rows {
+                key.hash(&mut hasher);
+                rows.iter().for_each(|&tag| name(tag, &mut hasher));
+            }
+        }
+        let mut index: Vec<_> = self.index.iter().map(|(key, block)| (block, key)).collect();
+        index.sort_unstable();
+        for (block, key) in index {
+            block.hash(&mut hasher);
+            key.iter().for_each(|&tag| name(tag, &mut hasher));
+        }
         hasher.finish()
+    }
+
+    fn lives(&self, id: i32) -> bool {
+        self.requests.contains_key(&id.unsigned_abs())
     }
 
     pub(super) fn config(&self) -> &CoordinatorConfig {

@@ -3,7 +3,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod exhaustive;
 mod faults;
+mod prefix;
 mod pressure;
 mod publication;
 mod script;
