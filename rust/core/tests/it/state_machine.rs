@@ -134,3 +134,43 @@ prop_state_machine! {
     #[test]
     fn every_event_sequence_keeps_every_rule_of_the_page_life_cycle(sequential 1..120 => LifeCycle);
 }
+
+/// A proof is only as good as what it reaches: every kind of decision must be made many times.
+#[test]
+fn random_sequences_reach_every_kind_of_decision() {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+    let mut runner = TestRunner::deterministic();
+    let mut total = [0_u64; 15];
+    for _ in 0..400 {
+        let config = configs().new_tree(&mut runner).unwrap().current();
+        let sequence = prop::collection::vec(events(), 120).new_tree(&mut runner).unwrap();
+        let mut world = World::new(config).unwrap();
+        for event in sequence.current().iter().filter(|event| **event != Event::Shutdown) {
+            world.apply(event).unwrap();
+        }
+        let s = world.coordinator.stats();
+        let counts = [
+            s.admitted,
+            s.finished,
+            s.preempted,
+            s.spills_planned,
+            s.spills_completed,
+            s.spills_failed,
+            s.restores_planned,
+            s.pages_released,
+            s.pages_lost,
+            s.pages_adopted,
+            s.pages_repinned,
+            s.hot_regions_granted,
+            s.hot_regions_returned,
+            s.pages_published,
+            s.rows_rejected,
+        ];
+        for (sum, count) in total.iter_mut().zip(counts) {
+            *sum += count;
+        }
+    }
+    println!("{total:?}");
+    assert!(total.iter().all(|&count| count >= 20), "{total:?}");
+}
