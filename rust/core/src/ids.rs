@@ -70,8 +70,8 @@ impl HostBlockId {
 }
 
 impl RequestId {
-    /// Ids must be below this: tables are indexed by id, so that one stray id must not cost
-    /// gigabytes. A million admissions at once are far beyond what pools can hold.
+    /// Ids must be below this, so that tables indexed by id stay within megabytes. A million
+    /// admissions at once are far beyond what pools can hold.
     pub const LIMIT: u32 = 1 << 20;
 
     /// Index of this request in dense per-request tables.

@@ -11,8 +11,8 @@ pub type Blocks = SmallVec<[i32; 8]>;
 
 /// A hold on blocks of one pool.
 #[must_use = "a lease that is dropped keeps its blocks for ever"]
-#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
-#[derive(Debug, PartialEq, Eq)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
     blocks: Blocks,
 }

@@ -26,8 +26,8 @@ pub enum Phase {
 }
 
 /// One admission.
-#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
-#[derive(Debug)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Hash)]
 pub struct RequestState {
     /// Life-cycle phase.
     pub phase: Phase,

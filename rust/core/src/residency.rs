@@ -29,8 +29,7 @@ impl ResidenceId {
 }
 
 /// What is known of one residence besides its blocks.
-#[cfg_attr(any(test, feature = "testing"), derive(Hash))]
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Residence {
     /// Host block with the same rows; null without a host pool.
     pub host_block: HostBlockId,
@@ -43,8 +42,7 @@ pub struct Residence {
 }
 
 /// All residences, with the two ways to find one: by GPU block and by host block.
-#[cfg_attr(any(test, feature = "testing"), derive(Hash))]
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Residences {
     num_groups: usize,
     blocks: Vec<i32>,

@@ -46,8 +46,8 @@ impl TransferKind {
 }
 
 /// One copy that some rank has not completed.
-#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
-#[derive(Debug)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Hash)]
 pub struct Transfer {
     /// What it does.
     pub kind: TransferKind,
@@ -112,15 +112,7 @@ impl Transfers {
         self.in_flight.iter().map(|(&id, transfer)| (TransferId(id), transfer))
     }
 
-    /// The id given last.
-    #[cfg(any(test, feature = "testing"))]
-    #[must_use]
-    pub fn last_id(&self) -> i64 {
-        self.last_id
-    }
-
     /// Transfers in flight, oldest first.
-    #[cfg(any(test, feature = "testing"))]
     #[must_use]
     pub fn sorted(&self) -> Vec<(i64, &Transfer)> {
         let mut sorted: Vec<_> = self.in_flight.iter().map(|(&id, t)| (id, t)).collect();
@@ -183,6 +175,14 @@ impl Transfers {
         for transfer in self.in_flight.values_mut() {
             let same = (transfer.request, transfer.page) == (request, page);
             transfer.failed |= same && transfer.kind == TransferKind::Mirrored;
+        }
+    }
+
+    /// Takes a batch back that was added, as if it had never come. Only before anything was done
+    /// about it, and never for failures: their mark stays.
+    pub fn take_back_all(&mut self, kind: AckKind, acks: &[TransferAck]) {
+        for ack in acks {
+            self.take_back(kind, *ack);
         }
     }
 

@@ -43,6 +43,7 @@ impl Coordinator {
         let requests = self.next_stamp();
         let blocks = self.next_stamp();
         for pages in batch {
+            self.live(pages.request)?;
             self.stamp_request(pages.request, requests)?;
             self.check_allocated(pages, blocks)?;
         }
@@ -222,8 +223,7 @@ impl Coordinator {
             Prefix::Host | Prefix::Import { .. } => host.len(),
         };
         self.check_num_pages(request, pages)?;
-        let imports = matches!(admitted.prefix, Prefix::Import { num_tokens } if num_tokens > 0);
-        if pages == 0 && resident.is_empty() && host.is_empty() && !imports {
+        if pages == 0 && resident.is_empty() && host.is_empty() {
             return Ok(());
         }
         match admitted.prefix {
@@ -401,7 +401,7 @@ impl Coordinator {
                     };
                     state.push_page(HostBlockId(block), id, PageState::Importing);
                 }
-                if num_tokens > 0 {
+                if num_tokens > 0 && !admitted.host_blocks.is_empty() {
                     state.import_tokens = Some(num_tokens);
                 }
             }

@@ -9,6 +9,7 @@
 //! `on_freed` of a request that was reading it.
 
 mod admission;
+mod digest;
 mod events;
 mod free;
 #[cfg(any(test, feature = "testing"))]
@@ -32,9 +33,13 @@ use crate::spill::Transfers;
 use crate::stats::Stats;
 use crate::step::PoolLevels;
 
+/// Request ids are dense: an admission may leave at most this many unused below its id, so a wild
+/// id is a fault and no table of its size.
+pub const MAX_REQUEST_ID_GAP: u32 = 1 << 16;
+
 /// Releases and reports that wait for the next plan.
-#[cfg_attr(any(test, feature = "testing"), derive(Clone, Hash))]
-#[derive(Debug, Default)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Default, Hash)]
 struct Pending {
     unpin_gpu: Vec<i32>,
     free_gpu: Vec<i32>,
@@ -180,6 +185,14 @@ impl Coordinator {
         Ok(self.live(request)?.state(page))
     }
 
+    /// States of all pages of a live request.
+    ///
+    /// # Errors
+    /// `UnknownRequest`.
+    pub fn page_states(&self, request: RequestId) -> Result<&[PageState]> {
+        Ok(self.live(request)?.states())
+    }
+
     /// Pages of a live request in `state`.
     ///
     /// # Errors
@@ -244,8 +257,12 @@ impl Coordinator {
     }
 
     fn stamp_request(&mut self, request: RequestId, stamp: u64) -> Result<(), ProtocolFault> {
-        if request.0 >= RequestId::LIMIT {
-            return Err(ProtocolFault::RequestOutOfRange { request, limit: RequestId::LIMIT });
+        let bound = self.requests.len() + MAX_REQUEST_ID_GAP as usize;
+        let bound = bound.min(RequestId::LIMIT as usize);
+        if request.index() >= bound {
+            // OK because the bound is at most RequestId::LIMIT.
+            let (got, max) = (i64::from(request.0), bound as i64 - 1);
+            return Err(ProtocolFault::OutOfRange { what: "request id", got, min: 0, max });
         }
         if request.index() >= self.request_stamps.len() {
             self.request_stamps.resize(request.index() + 1, 0);

@@ -618,11 +618,11 @@ impl World {
     /// # Errors
     /// The event protocol, if the call succeeds or changes the Coordinator.
     pub fn refuse<T>(&mut self, call: impl FnOnce(&mut Coordinator) -> Result<T>) -> Check<Error> {
-        let before = self.coordinator.digest();
+        let before = self.coordinator.state_digest();
         match call(&mut self.coordinator) {
             Ok(_) => Err(Violation { rule: 0, what: "a call was not refused".into() }),
             Err(error) => {
-                let same = self.coordinator.digest() == before;
+                let same = self.coordinator.state_digest() == before;
                 ensure(0, same, || format!("a refused call changed the state ({error})"))?;
                 Ok(error)
             }

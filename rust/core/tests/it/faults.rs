@@ -3,12 +3,11 @@
 //! engines that stop in the middle.
 
 use hotpage_core::config::{CoordinatorConfig, HostCopy, ReleasePoint};
-use hotpage_core::error::{Error, ProtocolFault};
+use hotpage_core::coordinator::MAX_REQUEST_ID_GAP;
+use hotpage_core::error::ProtocolFault;
 use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
 use hotpage_core::page::PageState;
-use hotpage_core::step::{
-    AdmissionQuery, Admitted, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepPlan,
-};
+use hotpage_core::step::{AdmissionQuery, Admitted, FreeReason, PagesAllocated, Prefix};
 use hotpage_core::testing::{Ack, Event, PrefixCopies, World, small_config};
 
 use crate::script::Script;
@@ -22,37 +21,19 @@ fn admitted(request: u32, prefix: Prefix) -> Admitted<'static> {
 }
 
 #[test]
-fn a_stray_request_id_is_refused_before_any_table_grows_to_it() {
-    let mut world = World::new(small_config()).unwrap();
-    let id = RequestId(RequestId::LIMIT);
-    let limit = RequestId::LIMIT;
-    let expected = Error::Protocol(ProtocolFault::RequestOutOfRange { request: id, limit });
-    let got = world.refuse(|c| c.on_admitted(&[admitted(limit, Prefix::Host)])).unwrap();
-    assert_eq!(got, expected);
-    let item = Scheduled {
-        request: RequestId(u32::MAX),
-        num_computed_tokens: 0,
-        num_scheduled_tokens: 1,
-        num_draft_tokens: 0,
+fn request_ids_that_leave_gaps_can_never_make_the_tables_grow_past_the_limit() {
+    let mut c = World::new(small_config()).unwrap().coordinator;
+    let mut id = 0;
+    let error = loop {
+        id += MAX_REQUEST_ID_GAP - 1;
+        match c.on_admitted(&[admitted(id, Prefix::Host)]) {
+            Ok(()) => assert!(id < RequestId::LIMIT, "{id}"),
+            Err(error) => break error,
+        }
     };
-    let plan = &mut StepPlan::default();
-    world.refuse(|c| c.build_step_plan(&[item], PoolLevels::default(), plan)).unwrap();
-    let pages = PagesAllocated {
-        request: RequestId(u32::MAX),
-        first_page: PageIndex(0),
-        host_blocks: &[1],
-        resident_blocks: &[1],
-    };
-    world.refuse(|c| c.on_blocks_allocated(&[pages])).unwrap();
-}
-
-#[test]
-fn an_import_of_tokens_without_pages_is_refused() {
-    let mut world = World::new(small_config()).unwrap();
-    let import = admitted(0, Prefix::Import { num_tokens: 4 });
-    let got = world.refuse(|c| c.on_admitted(&[import])).unwrap();
-    let what = "host blocks";
-    assert_eq!(got, ProtocolFault::WrongLength { what, got: 0, expected: 2 }.into());
+    let max = i64::from(RequestId::LIMIT) - 1;
+    let (what, got) = ("request id", i64::from(id));
+    assert_eq!(error, ProtocolFault::OutOfRange { what, got, min: 0, max }.into());
 }
 
 #[test]

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Owns nothing: one binary for all integration tests, so that the crate is linked once.
+//! Owns the one integration-test binary of the core crate.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod bytes;
 mod exhaustive;
 mod faults;
+mod naive;
 mod prefix;
 mod pressure;
 mod publication;
+mod resolve_fuzz;
+mod resolve_oracles;
+mod rng;
 mod script;
 mod state_machine;
+mod vectors;
