@@ -72,6 +72,13 @@ impl Residences {
         self.entries.len() - self.vacant.len()
     }
 
+    /// Entries of the table, vacant ones counted: at most as many as were ever alive together.
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn num_slots(&self) -> usize {
+        self.entries.len()
+    }
+
     /// True if no residence is alive.
     #[must_use]
     pub fn is_empty(&self) -> bool {

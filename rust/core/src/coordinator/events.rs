@@ -234,8 +234,8 @@ impl Coordinator {
                 }
                 check_len("host blocks", host.len(), 0)?;
                 check_len("resident blocks", resident.len(), pages * groups)?;
-                for &block in resident {
-                    self.check_block(block)?;
+                for (page, blocks) in resident.chunks_exact(groups).enumerate() {
+                    self.check_gpu_prefix_blocks(PageIndex(page as u32), blocks)?;
                 }
                 Ok(())
             }
@@ -302,6 +302,24 @@ impl Coordinator {
             return Ok(());
         }
         self.check_fresh_blocks(blocks, stamp)
+    }
+
+    /// Blocks of the engine's own prefix cache: a page that somebody reads at the same position, or
+    /// blocks that belong to no page.
+    fn check_gpu_prefix_blocks(&self, page: PageIndex, blocks: &[i32]) -> Result<()> {
+        for &block in blocks {
+            self.check_block(block)?;
+            let id = self.residences.of_block(BlockId(block));
+            let known = self.residences.get(id);
+            let same = known.is_none_or(|residence| {
+                residence.page == page && self.residences.blocks(id) == blocks
+            });
+            // OK because check_block proved the index to be in range.
+            if !same || self.hot_blocks.contains(block as usize) {
+                return Err(ProtocolFault::BlockHeld { block: BlockId(block) }.into());
+            }
+        }
+        Ok(())
     }
 
     fn check_allocated(&mut self, pages: &PagesAllocated<'_>, stamp: u64) -> Result<()> {

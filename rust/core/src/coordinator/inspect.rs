@@ -20,6 +20,8 @@ pub(crate) struct Inspection<'a> {
     pub(crate) releasing_host: Vec<i32>,
     /// Sources of host copies that wait for the next plan.
     pub(crate) copy_sources: Vec<i32>,
+    /// Entries of the tables that are indexed by request and by residence, vacant ones counted.
+    pub(crate) num_slots: (usize, usize),
     /// Requests in the publication list.
     pub(crate) publishing: &'a [RequestId],
 }
@@ -37,6 +39,7 @@ impl Coordinator {
             releasing_gpu: unpin_gpu.iter().chain(free_gpu).copied().collect(),
             releasing_host: free_host.clone(),
             copy_sources: host_copies.iter().map(|(_, _, source)| source.0).collect(),
+            num_slots: (self.requests.len(), self.residences.num_slots()),
             publishing: publish,
         }
     }

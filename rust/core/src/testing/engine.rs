@@ -256,13 +256,19 @@ impl World {
         let groups = self.config().num_kv_groups;
         let request = RequestId(id);
         let pages = accepted(self.coordinator.num_pages(request))?;
-        let Some(page) = pages.checked_sub(1).map(PageIndex) else { return Ok(false) };
-        let state = accepted(self.coordinator.page_state(request, page))?;
-        let durable = accepted(self.coordinator.durable_prefix(request))? == pages;
+        let host_only = |page: &PageIndex| {
+            self.coordinator.page_state(request, *page) == Ok(Some(PageState::HostOnly))
+        };
+        let mut found = (0..pages).map(PageIndex).filter(host_only);
+        let Some(page) = (if writable { found.next_back() } else { found.next() }) else {
+            return Ok(false);
+        };
+        let durable = accepted(self.coordinator.durable_prefix(request))? > page.0;
+        // Only the last page is written, and then its last token is computed again.
+        let last = page.0 + 1 == pages;
         let full = self.requests[&id].tags.len() == (pages * block_size) as usize;
-        if state != Some(PageState::HostOnly)
-            || !full
-            || !durable
+        if !durable
+            || (writable && !(last && full))
             || self.requests[&id].lost
             || !self.fits(if writable { groups } else { 0 }, 1)
             || self.model.transfers.values().any(|t| t.request == id)

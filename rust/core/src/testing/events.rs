@@ -96,6 +96,13 @@ pub enum Event {
         /// What it says.
         ack: Ack,
     },
+    /// A rank reports everything that it has put in stream order and finished, in one batch.
+    Report {
+        /// Which rank.
+        rank: u8,
+        /// The first copy that it finishes went wrong.
+        fail: bool,
+    },
     /// Acknowledgements that must be refused: unknown, repeated, or before their time.
     BadAck {
         /// Which copy in flight, for repeats.

@@ -8,7 +8,9 @@ pub mod model;
 pub mod toy;
 pub mod world;
 
+mod acks;
 mod engine;
+mod forward;
 
 use core::fmt;
 

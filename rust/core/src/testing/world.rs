@@ -6,13 +6,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::model::{Model, ModelTransfer};
-use super::toy::{FOREIGN, GARBAGE, MAX_ROWS, Rows, ToyPool, ToyWorker};
-use super::{Ack, Check, Event, Item, Violation, ensure, invariants, signed};
-use crate::config::{CoordinatorConfig, HostCopy, ReleasePoint};
+use super::model::Model;
+use super::toy::{FOREIGN, ToyPool, ToyWorker};
+use super::{Ack, Check, Event, Item, Violation, ensure, invariants};
+use crate::config::{CoordinatorConfig, HostCopy};
 use crate::error::{Pool, Result};
-use crate::ids::{RequestId, TransferId};
-use crate::step::{FreePlan, PoolLevels, Scheduled, StepPlan, TransferAck, TransferKind};
+use crate::ids::RequestId;
+use crate::step::{FreePlan, PoolLevels, Scheduled, StepPlan};
 use crate::{Coordinator, Error};
 
 /// A request as the engine knows it.
@@ -110,6 +110,7 @@ impl World {
                 self.step(items, *fail_reads, *lose_mirror)
             }
             Event::Ack { pick, rank, ack } => self.ack(*pick, *rank, *ack),
+            Event::Report { rank, fail } => self.report(*rank, *fail),
             Event::BadAck { pick, ack } => self.bad_ack(*pick, *ack),
             Event::Tenant { blocks } => self.tenant(*blocks),
             Event::TenantsLeave => self.tenants_leave(),
@@ -365,254 +366,6 @@ impl World {
         compare_holds("host", &self.model.host_holds(), self.host.refs())
     }
 
-    /// Makes the copies that come before the forward pass.
-    fn copy_before_forward(&mut self, plan: &StepPlan, fail: bool) {
-        for id in &plan.transfers.transfer_id {
-            let Some(transfer) = self.model.transfers.get_mut(id) else { continue };
-            if !matches!(transfer.kind, TransferKind::Restore | TransferKind::HostCopy) {
-                continue;
-            }
-            if fail {
-                transfer.doomed[0] = true;
-                if let Some(request) = self.requests.get_mut(&transfer.request) {
-                    request.doomed.insert(transfer.page);
-                }
-            }
-            let transfer = transfer.clone();
-            for rank in 0..transfer.done.len() {
-                self.copy(&transfer, rank, transfer.doomed[rank]);
-            }
-        }
-    }
-
-    /// Makes a rank's part of a copy.
-    fn copy(&mut self, transfer: &ModelTransfer, rank: usize, fail: bool) {
-        let at = |block: i32| block.unsigned_abs() as usize;
-        let garbage = [GARBAGE; MAX_ROWS];
-        let memory = &mut self.worker;
-        match transfer.kind {
-            TransferKind::Mirrored if fail => memory.host[rank][at(transfer.host)] = garbage,
-            TransferKind::Mirrored => {}
-            TransferKind::Spill => {
-                let rows = transfer.blocks.first().map_or(garbage, |&b| memory.gpu[rank][at(b)]);
-                memory.host[rank][at(transfer.host)] = if fail { garbage } else { rows };
-            }
-            TransferKind::Restore => {
-                let writer = memory.host_of_rank(rank);
-                let from = memory.host[writer][at(transfer.host)];
-                for &block in &transfer.blocks {
-                    let rows = transfer.rows as usize;
-                    let to = &mut memory.gpu[rank][at(block)];
-                    to[..rows].copy_from_slice(&if fail { garbage } else { from }[..rows]);
-                }
-            }
-            TransferKind::HostCopy => {
-                let rows = memory.host[rank][at(transfer.source)];
-                memory.host[rank][at(transfer.host)] = if fail { garbage } else { rows };
-            }
-        }
-    }
-
-    /// Writes the rows of a scheduled request and reads its whole context on every rank. True if
-    /// a row came from the host.
-    fn forward(&mut self, item: &Scheduled, mirror_lost: bool) -> Check<bool> {
-        let id = item.request.0;
-        let Some(request) = self.requests.get_mut(&id) else { return Ok(false) };
-        let (start, n) = (item.num_computed_tokens as usize, item.num_scheduled_tokens as usize);
-        request.tags.truncate(start);
-        request.drafts = item.num_draft_tokens;
-        for _ in 0..n {
-            self.next_tag += 1;
-            request.tags.push(self.next_tag);
-        }
-        if request.spoiled_from.is_some_and(|from| from >= start) {
-            request.spoiled_from = None;
-        }
-        let request = request.clone();
-        for (token, &tag) in request.tags.iter().enumerate().skip(start) {
-            self.write(&request, id, token, tag, mirror_lost)?;
-        }
-        let mut reads_host = false;
-        let block_size = self.config().block_size as usize;
-        for (page, tags) in request.tags.chunks(block_size).enumerate() {
-            for rank in 0..self.worker.gpu.len() {
-                let found = self.read(&request, id, page, rank, &mut reads_host)?;
-                for rows in found {
-                    self.judge(id, page, rank, tags, &rows, start)?;
-                }
-            }
-        }
-        Ok(reads_host)
-    }
-
-    fn write(
-        &mut self,
-        request: &ToyRequest,
-        id: u32,
-        token: usize,
-        tag: u32,
-        mirror_lost: bool,
-    ) -> Check {
-        let block_size = self.config().block_size as usize;
-        let (page, row) = (token / block_size, token % block_size);
-        let table = self.worker.rows.get(&signed(id));
-        let key = i32::try_from(page).unwrap_or(-1);
-        let blocks = table.and_then(|t| t.residency.get(&key)).cloned().unwrap_or_default();
-        ensure(2, !blocks.is_empty(), || format!("request {id} writes page {page} nowhere"))?;
-        for memory in &mut self.worker.gpu {
-            for &block in &blocks {
-                memory[block.unsigned_abs() as usize][row] = tag;
-            }
-        }
-        if self.config().host_copy == HostCopy::Mirrored {
-            for (rank, memory) in self.worker.host.iter_mut().enumerate() {
-                let lost = mirror_lost && rank == 0;
-                memory[request.host[page].unsigned_abs() as usize][row] =
-                    if lost { FOREIGN } else { tag };
-            }
-        }
-        Ok(())
-    }
-
-    /// The rows of a page as one rank finds them, one for each KV cache group.
-    fn read(
-        &mut self,
-        request: &ToyRequest,
-        id: u32,
-        page: usize,
-        rank: usize,
-        reads_host: &mut bool,
-    ) -> Check<Vec<Rows>> {
-        let writer = self.worker.host_of_rank(rank);
-        let table = self.worker.rows.entry(signed(id)).or_default();
-        if let Some(blocks) = table.residency.get(&i32::try_from(page).unwrap_or(-1)) {
-            let memory = &self.worker.gpu[rank];
-            return Ok(blocks.iter().map(|b| memory[b.unsigned_abs() as usize]).collect());
-        }
-        *reads_host = true;
-        let ready = !table.hot.is_empty() && table.hot == request.hot;
-        ensure(5, ready, || format!("request {id} misses page {page} without a hot region"))?;
-        let block = request.host[page];
-        let memory = &self.worker.host[writer];
-        let rows =
-            table.hot_rows.entry((rank, block)).or_insert(memory[block.unsigned_abs() as usize]);
-        Ok(vec![*rows])
-    }
-
-    fn judge(
-        &mut self,
-        id: u32,
-        page: usize,
-        rank: usize,
-        tags: &[u32],
-        rows: &Rows,
-        start: usize,
-    ) -> Check {
-        let wrong = tags.iter().zip(rows).find(|(tag, row)| tag != row);
-        let Some((tag, row)) = wrong else { return Ok(()) };
-        let Some(request) = self.requests.get_mut(&id) else { return Ok(()) };
-        let excused = *row == GARBAGE && request.doomed.contains(&u32::try_from(page).unwrap_or(0));
-        ensure(2, excused, || {
-            format!("request {id} page {page} rank {rank}: read row {row}, expected {tag}")
-        })?;
-        request.spoiled_from = Some(request.spoiled_from.map_or(start, |from| from.min(start)));
-        Ok(())
-    }
-
-    fn report_lost_mirror(&mut self, item: &Scheduled) -> Check {
-        let block_size = self.config().block_size;
-        let end = item.num_computed_tokens + item.num_scheduled_tokens;
-        for page in item.num_computed_tokens / block_size..end.div_ceil(block_size) {
-            let index = crate::ids::PageIndex(page);
-            accepted(self.coordinator.on_mirror_lost(item.request, index))?;
-            self.model.mirror_lost(item.request.0, page);
-        }
-        Ok(())
-    }
-
-    fn ack(&mut self, pick: u8, rank: u8, ack: Ack) -> Check<bool> {
-        let ids: Vec<i64> = self.model.transfers.keys().copied().collect();
-        let Some(at) = usize::from(pick).checked_rem(ids.len()) else { return Ok(false) };
-        let transfer = &self.model.transfers[&ids[at]];
-        let rank = usize::from(rank) % transfer.done.len();
-        let possible = match ack {
-            Ack::Enqueued => !transfer.enqueued[rank],
-            Ack::Completed | Ack::Failed => transfer.enqueued[rank] && !transfer.done[rank],
-        };
-        if possible {
-            self.acknowledge(ids[at], rank, ack)?;
-        }
-        Ok(possible)
-    }
-
-    /// Lets a rank speak. Copies to the host happen at the last moment that the protocol allows:
-    /// when they are enqueued if that is where blocks are released, else when they complete.
-    ///
-    /// # Errors
-    /// The rule that is broken.
-    pub fn acknowledge(&mut self, id: i64, rank: usize, ack: Ack) -> Check {
-        let Some(transfer) = self.model.transfers.get(&id).cloned() else { return Ok(()) };
-        let to_host = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
-        let at_enqueue = self.config().release_point == ReleasePoint::Enqueued;
-        let acks = [TransferAck { transfer: TransferId(id), count: 1 }];
-        let failed = transfer.doomed[rank] || ack == Ack::Failed;
-        match ack {
-            Ack::Enqueued => {
-                if to_host && at_enqueue {
-                    self.copy(&transfer, rank, false);
-                }
-                accepted(self.coordinator.on_transfers_enqueued(&acks))?;
-                let config = self.config().clone();
-                self.model.enqueued(id, rank, &config);
-            }
-            Ack::Completed | Ack::Failed => {
-                if to_host && (!at_enqueue || failed) {
-                    self.copy(&transfer, rank, failed);
-                }
-                let request = self.requests.get_mut(&transfer.request);
-                if let Some(request) = request.filter(|_| failed && to_host && at_enqueue) {
-                    request.doomed.insert(transfer.page);
-                }
-                let said = if failed {
-                    self.coordinator.on_transfers_failed(&acks)
-                } else {
-                    self.coordinator.on_transfers_completed(&acks)
-                };
-                accepted(said)?;
-                self.model.completed(id, rank, failed);
-                if !self.model.transfers.contains_key(&id) {
-                    self.last_ended = Some(id);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn bad_ack(&mut self, pick: u8, ack: Ack) -> Check<bool> {
-        let ids: Vec<i64> = self.model.transfers.keys().copied().collect();
-        let mut batch = Vec::new();
-        if let Some(at) = usize::from(pick).checked_rem(ids.len()) {
-            let transfer = &self.model.transfers[&ids[at]];
-            let count = u32::try_from(transfer.done.len()).unwrap_or(0) + 1;
-            batch.push(vec![TransferAck { transfer: TransferId(ids[at]), count }]);
-            if ack == Ack::Enqueued && !transfer.enqueued[0] {
-                // One good word, then one about a copy that is not in flight.
-                let good = TransferAck { transfer: TransferId(ids[at]), count: 1 };
-                batch.push(vec![good, TransferAck { transfer: TransferId(-1), count: 1 }]);
-            }
-        }
-        let ended = self.last_ended.unwrap_or(0);
-        batch.push(vec![TransferAck { transfer: TransferId(ended), count: 1 }]);
-        for acks in batch {
-            self.refuse(|c| match ack {
-                Ack::Enqueued => c.on_transfers_enqueued(&acks),
-                Ack::Completed => c.on_transfers_completed(&acks),
-                Ack::Failed => c.on_transfers_failed(&acks),
-            })?;
-        }
-        Ok(true)
-    }
-
     /// Makes a call that must be refused, and checks that it changed nothing.
     ///
     /// # Errors
@@ -652,4 +405,50 @@ fn compare_holds(what: &str, expected: &BTreeMap<i32, u32>, refs: &[u32]) -> Che
         })?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{PrefixCopies, small_config};
+
+    /// Thousands of requests pass through; the tables stay as large as what is alive at once.
+    #[test]
+    fn tables_stay_flat_while_requests_come_and_go() {
+        let mut world = World::new(small_config()).unwrap();
+        let step = |tokens| Event::Step {
+            items: vec![Item { pick: 0, tokens, drafts: 0, accepted: 0 }],
+            fail_reads: false,
+            lose_mirror: false,
+        };
+        let report = |rank| Event::Report { rank, fail: false };
+        let free = |reason| Event::Free { pick: 0, reason };
+        use crate::step::FreeReason::{Finished, Preempted};
+        for round in 0..2_000_u32 {
+            let copies = [PrefixCopies::None, PrefixCopies::Fresh][round as usize % 2];
+            let cycle = [
+                Event::Admit { pages: 4 },
+                step(8),
+                Event::GrantHot { pick: 0 },
+                report(0),
+                report(1),
+                step(1),
+                free(if round % 3 == 0 { Preempted } else { Finished }),
+                Event::AdmitPrefix { pick: round as u8, copies },
+                step(1),
+                Event::Tenant { blocks: 5 },
+                step(1),
+                free(Preempted),
+                Event::TenantsLeave,
+            ];
+            for event in &cycle {
+                world.apply(event).unwrap();
+            }
+            let (requests, residences) = world.coordinator.inspect().num_slots;
+            assert!(requests <= 4 && residences <= 12, "{requests}, {residences}");
+            assert!(world.coordinator.num_transfers() <= 12);
+        }
+        assert!(world.coordinator.stats().admitted >= 3_000);
+        world.drain().unwrap();
+    }
 }

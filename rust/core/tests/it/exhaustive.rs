@@ -84,6 +84,9 @@ fn alphabet(world: &World) -> Vec<Event> {
     if waiting.into_iter().any(|r| !r.restores.is_empty() || !r.host_copies.is_empty()) {
         events.push(Event::Step { items: Vec::new(), fail_reads: true, lose_mirror: false });
     }
+    if !world.model.transfers.is_empty() {
+        events.extend([0, 1].map(|rank| Event::Report { rank, fail: false }));
+    }
     for pick in 0..world.model.transfers.len() as u8 {
         for rank in 0..world.coordinator.config().num_ranks as u8 {
             for ack in [Ack::Enqueued, Ack::Completed, Ack::Failed] {

@@ -3,11 +3,12 @@
 //! GPU copies, imports, and pages that two requests share until one writes.
 
 use hotpage_core::Coordinator;
-use hotpage_core::config::CoordinatorConfig;
+use hotpage_core::config::{CoordinatorConfig, HostCopy};
 use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
 use hotpage_core::page::PageState;
 use hotpage_core::step::{
-    Admitted, FreeReason, ImportOutcome, PoolLevels, Prefix, Scheduled, StepPlan, TransferKind,
+    Admitted, FreePlan, FreeReason, ImportOutcome, PagesAllocated, PoolLevels, Prefix, Scheduled,
+    StepPlan, TransferKind,
 };
 use hotpage_core::testing::{Event, PrefixCopies, World, small_config};
 
@@ -178,7 +179,7 @@ fn a_request_under_import_takes_no_pages_is_not_scheduled_and_is_not_freed() {
     };
     let plan = &mut StepPlan::default();
     s.world.refuse(|c| c.build_step_plan(&[item], PoolLevels::default(), plan)).unwrap();
-    let pages = hotpage_core::step::PagesAllocated {
+    let pages = PagesAllocated {
         request: RequestId(0),
         first_page: PageIndex(2),
         host_blocks: &[14],
@@ -248,4 +249,72 @@ fn the_null_block_is_no_copy_no_page_and_no_host_page() {
     assert_eq!(state, Some(PageState::HostOnly), "null blocks are no residence");
     world.refuse(|c| c.on_hot_region_allocated(request, &[0])).unwrap();
     assert!(world.coordinator.readable_copy(HostBlockId(0)).is_none());
+}
+
+#[test]
+fn pages_of_the_engines_own_prefix_cache_are_held_by_each_request_and_freed_once_by_each() {
+    let config = CoordinatorConfig {
+        num_kv_groups: 2,
+        host_copy: HostCopy::None,
+        host_blocks: 0,
+        transition: false,
+        gpu_blocks: 20,
+        ..small_config()
+    };
+    let mut world = World::new(config).unwrap();
+    let c = &mut world.coordinator;
+    let (a, b, none) = (RequestId(0), RequestId(1), &[][..]);
+    let hit = |request, resident_blocks| Admitted {
+        request,
+        prefix: Prefix::Gpu,
+        host_blocks: none,
+        resident_blocks,
+    };
+    c.on_admitted(&[hit(a, none)]).unwrap();
+    let pages = PagesAllocated {
+        request: a,
+        first_page: PageIndex(0),
+        host_blocks: none,
+        resident_blocks: &[1, 2, 3, 4],
+    };
+    c.on_blocks_allocated(&[pages]).unwrap();
+    // Two pages that overlap a known one in part, or at another position, are no page.
+    for wrong in [&[2, 1][..], &[1, 3], &[5, 2], &[3, 4]] {
+        world.refuse(|c| c.on_admitted(&[hit(b, wrong)])).unwrap();
+    }
+    let c = &mut world.coordinator;
+    c.on_admitted(&[hit(b, &[1, 2])]).unwrap();
+    let mut plan = FreePlan::default();
+    c.on_freed(a, FreeReason::Finished, &mut plan).unwrap();
+    assert_eq!((plan.free_gpu.len(), plan.unpin_gpu.len()), (4, 0));
+    c.on_blocks_reused(&[3, 4]).unwrap();
+    assert!(c.on_blocks_reused(&[1]).is_err(), "the other request still holds it");
+    c.on_freed(b, FreeReason::Finished, &mut plan).unwrap();
+    assert_eq!(plan.free_gpu, [1, 2]);
+    assert!(plan.retired);
+    c.on_blocks_reused(&[1, 2]).unwrap();
+}
+
+#[test]
+fn a_host_block_that_holds_other_rows_now_is_not_read_from_the_hot_region() {
+    let mut s = Script::new(CoordinatorConfig { host_blocks: 9, ..roomy() });
+    s.world.host.hand_out_lowest_first();
+    s.admit(1).step(&[(0, 2)]).land_all().step(&[]).free(0, FreeReason::Finished);
+    s.tenant(19).then(Event::TenantsLeave);
+    // Its first page is read from the host, so its rows are hot.
+    s.admit_prefix(0, PrefixCopies::None).grow(0).step(&[(0, 1)]);
+    let old = s.world.requests[&0].host[0];
+    assert!(s.world.worker.rows[&0].hot_rows.contains_key(&(0, old)));
+    // The page moves to another host block, and the old one becomes a page of the same request.
+    s.then(Event::Redirect { pick: 0, writable: false }).step(&[]).land_all().step(&[]);
+    s.grow(0).grow(0).grow(0);
+    assert_eq!(s.world.requests[&0].host[2], old);
+    s.step(&[(0, 7)]).land_all();
+    // That page is given up in its turn and read from the host.
+    let n = s.world.gpu.num_free();
+    s.step(&[]).tenant(u8::try_from(n).unwrap() + 2);
+    assert_eq!(s.state(0, 2), PageState::HostOnly);
+    s.step(&[]).then(Event::TenantsLeave).grow(0).step(&[(0, 1)]);
+    assert!(s.world.worker.rows[&0].hot_rows.contains_key(&(0, old)), "it was read");
+    s.drain();
 }

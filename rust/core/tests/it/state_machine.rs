@@ -18,11 +18,13 @@ struct Script {
 fn configs() -> impl Strategy<Value = CoordinatorConfig> {
     let copies = prop_oneof![Just(HostCopy::Spilled), Just(HostCopy::Mirrored)];
     let points = prop_oneof![Just(ReleasePoint::Completed), Just(ReleasePoint::Enqueued)];
-    (copies, points, 1..=2_u32, 1..=2_u32, 0..=1_u32, 10..=24_u32).prop_map(
-        |(host_copy, release_point, writers, groups, reprefillable, gpu_blocks)| {
+    let transition = prop::bool::weighted(0.9);
+    (copies, points, 1..=2_u32, 1..=2_u32, 0..=1_u32, 10..=24_u32, transition).prop_map(
+        |(host_copy, release_point, writers, groups, reprefillable, gpu_blocks, transition)| {
             CoordinatorConfig {
                 host_copy,
                 release_point,
+                transition,
                 num_host_writers: writers,
                 num_kv_groups: groups,
                 num_reprefillable_tokens: reprefillable,
@@ -70,6 +72,8 @@ fn events() -> impl Strategy<Value = Event> {
         }),
         40 => (any::<u8>(), any::<u8>(), acks())
             .prop_map(|(pick, rank, ack)| Event::Ack { pick, rank, ack }),
+        4 => (any::<u8>(), prop::bool::weighted(0.1))
+            .prop_map(|(rank, fail)| Event::Report { rank, fail }),
         2 => (any::<u8>(), acks()).prop_map(|(pick, ack)| Event::BadAck { pick, ack }),
         6 => (1..=6_u8).prop_map(|blocks| Event::Tenant { blocks }),
         6 => Just(Event::TenantsLeave),
