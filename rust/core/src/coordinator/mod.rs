@@ -9,6 +9,7 @@
 //! `on_freed` of a request that was reading it.
 
 mod admission;
+mod check;
 mod digest;
 mod events;
 mod free;

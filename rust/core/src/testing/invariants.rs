@@ -206,6 +206,9 @@ fn queues_and_counts_agree(c: &Coordinator, view: &Inspection<'_>) -> Check {
             live.push(*id);
         }
     }
+    let (_, residences) = view.num_slots;
+    let blocks = c.config().gpu_blocks as usize;
+    ensure(10, residences <= blocks, || format!("{residences} entries for {blocks} blocks"))?;
     let mut listed = view.lru.clone();
     listed.sort_unstable();
     ensure(8, listed == live, || format!("recency lists {listed:?}, live are {live:?}"))?;

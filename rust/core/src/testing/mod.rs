@@ -9,6 +9,7 @@ pub mod toy;
 pub mod world;
 
 mod acks;
+mod compare;
 mod engine;
 mod forward;
 
