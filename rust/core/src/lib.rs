@@ -17,6 +17,7 @@ pub mod ids;
 pub mod lease;
 pub mod lru;
 pub mod page;
+pub mod pool;
 pub mod replay;
 pub mod request;
 pub mod residency;
