@@ -10,10 +10,12 @@
 
 pub mod config;
 pub mod coordinator;
+pub mod dataplane;
 pub mod error;
 pub mod geometry;
 pub mod hot;
 pub mod ids;
+pub mod index_group;
 pub mod lease;
 pub mod lru;
 pub mod page;
