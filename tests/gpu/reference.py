@@ -261,7 +261,7 @@ class Pools:
         return len(self.host_layers) * num_rows * self.row_bytes
 
     def mask_words(self) -> list[int]:
-        """`[host_blocks][ceil(block_size / 64)]` words, flat: row r is bit r % 64 of word r // 64."""
+        """`[host_blocks][ceil(block_size / 64)]` words, flat; row r is bit r % 64 of a word."""
         words = []
         for rows in self.mask:
             for first in range(0, self.block_size, 64):

@@ -6,6 +6,14 @@ use crate::error::{Error, Expected, Pool, Result};
 /// Hot slots are int16 on the GPU, so a hot region has at most this many rows.
 pub const MAX_HOT_ROWS: u32 = 32_768;
 
+/// Tables of a pool are dense, so this bounds them to some gigabytes: 700 GB of GPU memory in
+/// blocks of 16 rows of 656 bytes.
+pub const MAX_POOL_BLOCKS: u32 = 1 << 26;
+
+/// Most tokens of a block, KV cache groups, and GPU blocks of other groups for each page. Together
+/// with `MAX_HOT_ROWS` they keep every product of settings inside 32 bits.
+pub const MAX_SMALL_SETTING: u32 = 1024;
+
 /// Newest pages of a request that are never released: an in-flight step may still write them.
 pub const TAIL_PAGES: u32 = 2;
 
@@ -113,14 +121,36 @@ impl CoordinatorConfig {
     /// `Config` for a value out of bounds, `Capacity` for a pool under one request.
     pub fn validate(&self) -> Result<()> {
         at_least("block_size", self.block_size, 1, "use 16 to 128")?;
+        at_most("block_size", self.block_size, MAX_SMALL_SETTING, "use 16 to 128")?;
         at_least("num_kv_groups", self.num_kv_groups, 1, "the model has no sparse layers")?;
+        at_most(
+            "num_kv_groups",
+            self.num_kv_groups,
+            MAX_SMALL_SETTING,
+            "count the KV cache groups of the sparse layers",
+        )?;
+        at_most(
+            "other_blocks_per_page",
+            self.other_blocks_per_page,
+            MAX_SMALL_SETTING,
+            "count the blocks that the indexer takes for one page",
+        )?;
+        at_most("hot_rows", self.hot_rows, MAX_HOT_ROWS, "hot slots are int16")?;
         at_least("num_ranks", self.num_ranks, 1, "count the worker ranks")?;
         at_least("verification_rows", self.verification_rows, 1, "a decode step has one row")?;
         at_least("top_k", self.top_k, 1, "take it from the model's index_topk")?;
         at_least("max_model_len", self.max_model_len, 1, "raise max_model_len")?;
         at_least("gpu_blocks", self.gpu_blocks, 2, "block 0 is the null block")?;
-        at_most("gpu_blocks", self.gpu_blocks, i32::MAX.unsigned_abs(), "ids are int32")?;
-        at_most("host_blocks", self.host_blocks, i32::MAX.unsigned_abs(), "ids are int32")?;
+        let larger = "use larger blocks or a smaller pool";
+        at_most("gpu_blocks", self.gpu_blocks, MAX_POOL_BLOCKS, larger)?;
+        at_most("host_blocks", self.host_blocks, MAX_POOL_BLOCKS, larger)?;
+        // Positions and page numbers leave as int32.
+        at_most(
+            "max_model_len",
+            self.max_model_len,
+            i32::MAX.unsigned_abs() - MAX_SMALL_SETTING,
+            "lower max_model_len",
+        )?;
         if self.host_copy == HostCopy::None {
             exactly("host_blocks", self.host_blocks, 0, "choose a host copy mode or no pool")?;
             if self.transition {
@@ -155,7 +185,6 @@ impl CoordinatorConfig {
                 remedy: "round hot_rows up to whole blocks",
             });
         }
-        at_most("hot_rows", self.hot_rows, MAX_HOT_ROWS, "hot slots are int16")?;
         // A verification row must never evict a row that another one reads, so the union of all
         // rows' selections has to fit.
         let union = u64::from(self.top_k) * u64::from(self.verification_rows);

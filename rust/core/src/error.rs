@@ -53,6 +53,32 @@ pub enum Error {
     },
 }
 
+/// What an error means for the caller; bindings map each family to one exception class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// Change a setting.
+    Config,
+    /// Give a pool more blocks.
+    Capacity,
+    /// Mend the engine; the state is as before the call.
+    Protocol,
+    /// Stop the engine: a bug in this crate.
+    Invariant,
+}
+
+impl Error {
+    /// What the error means for the caller.
+    #[must_use]
+    pub const fn family(&self) -> Family {
+        match self {
+            Self::Config { .. } => Family::Config,
+            Self::Capacity { .. } => Family::Capacity,
+            Self::Protocol(_) => Family::Protocol,
+            Self::Invariant { .. } => Family::Invariant,
+        }
+    }
+}
+
 /// The bound that a configuration value breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Expected {
@@ -136,6 +162,18 @@ pub enum ProtocolFault {
         completed: u32,
         /// Enqueues so far.
         enqueued: u32,
+    },
+    /// A number of an event cannot be meant.
+    #[error("{what} is {got}, expected {min} to {max}")]
+    OutOfRange {
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        got: i64,
+        /// Smallest value allowed.
+        min: i64,
+        /// Largest value allowed.
+        max: i64,
     },
     /// An array of an event has the wrong length.
     #[error("{what} has {got} elements, expected {expected}")]

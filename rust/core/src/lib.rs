@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Residency bookkeeping for sparse-attention KV caches.
 //!
-//! The crate decides which pages of which requests stay on the GPU; it moves no bytes and
+//! The Coordinator decides which pages of which requests stay on the GPU; it moves no bytes and
 //! allocates no blocks. Engines report events and carry out the [`step::StepPlan`] they get back.
+//! `dataplane` is the scalar reference of what the kernels do with bytes, and `sim` an engine on
+//! top of both; nothing else in the crate uses them.
 //! Everything is `&mut self` and single-threaded, so there is nothing for loom to check.
 
 #![forbid(unsafe_code)]
@@ -16,6 +18,7 @@ pub mod geometry;
 pub mod hot;
 pub mod ids;
 pub mod index_group;
+pub mod interner;
 pub mod lease;
 pub mod lru;
 pub mod page;

@@ -24,6 +24,17 @@ pub enum PageState {
     Importing = 6,
 }
 
+/// The states by name with their numbers, as other languages see them.
+pub const STATE_NUMBERS: [(&str, u8); 7] = [
+    ("dirty", PageState::Dirty as u8),
+    ("spilling", PageState::Spilling as u8),
+    ("enqueued", PageState::Enqueued as u8),
+    ("clean", PageState::Clean as u8),
+    ("unpinned", PageState::Unpinned as u8),
+    ("host_only", PageState::HostOnly as u8),
+    ("importing", PageState::Importing as u8),
+];
+
 /// What happens to one page; commands and acknowledgements reduce to these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PageEvent {

@@ -149,6 +149,14 @@ impl Transfers {
         Ok(())
     }
 
+    /// Takes a batch back that was added, as if it had never come. Only before anything was done
+    /// about it, and never for failures: their mark stays.
+    pub fn take_back_all(&mut self, kind: AckKind, acks: &[TransferAck]) {
+        for ack in acks {
+            self.take_back(kind, *ack);
+        }
+    }
+
     /// The GPU lease of a transfer that every rank has enqueued.
     pub fn take_gpu_lease(&mut self, id: TransferId) -> Option<Lease> {
         self.in_flight.get_mut(&id.0)?.gpu_lease.take()

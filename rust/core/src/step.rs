@@ -49,6 +49,28 @@ pub struct PagesAllocated<'a> {
     pub resident_blocks: &'a [i32],
 }
 
+/// A hot region that a request got.
+#[derive(Debug, Clone, Copy)]
+pub struct HotRegionAllocated<'a> {
+    /// The request.
+    pub request: RequestId,
+    /// `[G][blocks per hot group]`.
+    pub blocks: &'a [i32],
+}
+
+/// What happened while one step was scheduled, apart from the requests that were freed.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StepEvents<'a> {
+    /// Unpinned blocks that the pool handed out.
+    pub reused_blocks: &'a [i32],
+    /// Admissions.
+    pub admitted: &'a [Admitted<'a>],
+    /// Further pages of running requests, and first pages beyond an admission's prefix.
+    pub allocated: &'a [PagesAllocated<'a>],
+    /// Hot regions.
+    pub hot_regions: &'a [HotRegionAllocated<'a>],
+}
+
 /// One request of the coming forward pass, in batch order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduled {

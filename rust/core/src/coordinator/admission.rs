@@ -14,12 +14,13 @@ impl Coordinator {
         let pages = config.pages_for(query.num_tokens);
         let host_prefix = query.host_prefix_pages.min(pages);
         let gpu_prefix = query.gpu_prefix_pages.min(pages);
-        let other = (pages - gpu_prefix) * config.other_blocks_per_page;
+        // A query may name more tokens than any pool could hold, so nothing here may wrap.
+        let other = (pages - gpu_prefix).saturating_mul(config.other_blocks_per_page);
         let host_blocks = if config.host_copy == HostCopy::None { 0 } else { pages - host_prefix };
         if !config.transition {
             let resident = pages - gpu_prefix;
             return AdmissionCost {
-                gpu_blocks: resident * config.num_kv_groups + other,
+                gpu_blocks: resident.saturating_mul(config.num_kv_groups).saturating_add(other),
                 host_blocks,
                 hot_region: false,
             };
@@ -33,7 +34,10 @@ impl Coordinator {
         let needs_hot = hot_region || cold > resident;
         let hot = if needs_hot { config.hot_region_blocks() } else { 0 };
         AdmissionCost {
-            gpu_blocks: resident * config.num_kv_groups + hot + other,
+            gpu_blocks: resident
+                .saturating_mul(config.num_kv_groups)
+                .saturating_add(hot)
+                .saturating_add(other),
             host_blocks,
             hot_region,
         }

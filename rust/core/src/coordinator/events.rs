@@ -43,6 +43,7 @@ impl Coordinator {
         let requests = self.next_stamp();
         let blocks = self.next_stamp();
         for pages in batch {
+            self.live(pages.request)?;
             self.stamp_request(pages.request, requests)?;
             self.check_allocated(pages, blocks)?;
         }
@@ -369,7 +370,7 @@ impl Coordinator {
                     };
                     state.push_page(HostBlockId(block), id, PageState::Importing);
                 }
-                if num_tokens > 0 {
+                if num_tokens > 0 && !admitted.host_blocks.is_empty() {
                     state.import_tokens = Some(num_tokens);
                 }
             }

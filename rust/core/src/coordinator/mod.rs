@@ -9,6 +9,7 @@
 //! `on_freed` of a request that was reading it.
 
 mod admission;
+mod digest;
 mod events;
 mod free;
 mod plan;
@@ -24,6 +25,10 @@ use crate::residency::Residences;
 use crate::spill::Transfers;
 use crate::stats::Stats;
 use crate::step::PoolLevels;
+
+/// Request ids are dense: an admission may leave at most this many unused below its id, so a wild
+/// id is a fault and no table of its size.
+pub const MAX_REQUEST_ID_GAP: u32 = 1 << 16;
 
 /// Releases and reports that wait for the next plan.
 #[derive(Debug, Default)]
@@ -167,6 +172,14 @@ impl Coordinator {
         Ok(self.live(request)?.state(page))
     }
 
+    /// States of all pages of a live request.
+    ///
+    /// # Errors
+    /// `UnknownRequest`.
+    pub fn page_states(&self, request: RequestId) -> Result<&[PageState]> {
+        Ok(self.live(request)?.states())
+    }
+
     /// Pages of a live request in `state`.
     ///
     /// # Errors
@@ -231,6 +244,13 @@ impl Coordinator {
     }
 
     fn stamp_request(&mut self, request: RequestId, stamp: u64) -> Result<(), ProtocolFault> {
+        let bound = self.requests.len() + MAX_REQUEST_ID_GAP as usize;
+        if request.index() >= bound.min(i32::MAX as usize) {
+            // OK because the bound is at most i32::MAX.
+            let max = bound.min(i32::MAX as usize) as i64 - 1;
+            let got = i64::from(request.0);
+            return Err(ProtocolFault::OutOfRange { what: "request id", got, min: 0, max });
+        }
         if request.index() >= self.request_stamps.len() {
             self.request_stamps.resize(request.index() + 1, 0);
         }

@@ -6,7 +6,7 @@ use crate::config::HostCopy;
 use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::page::{PageEvent, PageState};
-use crate::step::{PoolLevels, Refusal, Scheduled, StepPlan};
+use crate::step::{PoolLevels, Refusal, Scheduled, StepEvents, StepPlan};
 
 impl Coordinator {
     /// Builds the plan of the coming forward pass into `plan`, whose memory is used again.
@@ -52,11 +52,35 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Absorbs the events of one scheduling step in their order (reused blocks, admissions,
+    /// allocations, hot regions), then builds the plan of the coming forward pass.
+    ///
+    /// # Errors
+    /// As the events and `build_step_plan`. Each event is all or nothing by itself: those before
+    /// the failing one stay absorbed, `plan` is empty.
+    pub fn step(
+        &mut self,
+        events: &StepEvents<'_>,
+        scheduled: &[Scheduled],
+        levels: PoolLevels,
+        plan: &mut StepPlan,
+    ) -> Result<()> {
+        plan.clear();
+        self.on_blocks_reused(events.reused_blocks)?;
+        self.on_admitted(events.admitted)?;
+        self.on_blocks_allocated(events.allocated)?;
+        for region in events.hot_regions {
+            self.on_hot_region_allocated(region.request, region.blocks)?;
+        }
+        self.build_step_plan(scheduled, levels, plan)
+    }
+
     fn check_scheduled(&mut self, scheduled: &[Scheduled]) -> Result<()> {
         let stamp = self.next_stamp();
         let block_size = self.config.block_size;
         for item in scheduled {
             let request = item.request;
+            self.live(request)?;
             self.stamp_request(request, stamp)?;
             let state = self.live(request)?;
             let start = item.num_computed_tokens;
@@ -64,6 +88,12 @@ impl Coordinator {
             let capacity = u64::from(state.num_pages()) * u64::from(block_size);
             if tokens > capacity || item.num_draft_tokens > item.num_scheduled_tokens {
                 return Err(ProtocolFault::ScheduledPastPages { request, tokens, capacity }.into());
+            }
+            if item.num_draft_tokens >= self.config.verification_rows {
+                // More rows than the hot region was sized for could evict each other's rows.
+                let (what, got) = ("num_draft_tokens", i64::from(item.num_draft_tokens));
+                let max = i64::from(self.config.verification_rows) - 1;
+                return Err(ProtocolFault::OutOfRange { what, got, min: 0, max }.into());
             }
             if state.import_tokens.is_some() {
                 return Err(ProtocolFault::WrongPageState { request, page: PageIndex(0) }.into());

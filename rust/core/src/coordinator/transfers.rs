@@ -45,6 +45,39 @@ impl Coordinator {
         self.finish_transfers(AckKind::Failed, acks)
     }
 
+    /// All that the workers report after a step, in one batch: enqueued, then completed, then
+    /// failed.
+    ///
+    /// # Errors
+    /// As the three events; nothing of any of them has changed then.
+    pub fn on_worker_output(
+        &mut self,
+        enqueued: &[TransferAck],
+        completed: &[TransferAck],
+        failed: &[TransferAck],
+    ) -> Result<()> {
+        self.check_running()?;
+        self.transfers.acknowledge(AckKind::Enqueued, enqueued)?;
+        if let Err(error) = self.transfers.acknowledge(AckKind::Completed, completed) {
+            self.transfers.take_back_all(AckKind::Enqueued, enqueued);
+            return Err(error);
+        }
+        if let Err(error) = self.transfers.acknowledge(AckKind::Failed, failed) {
+            self.transfers.take_back_all(AckKind::Completed, completed);
+            self.transfers.take_back_all(AckKind::Enqueued, enqueued);
+            return Err(error);
+        }
+        for ack in enqueued {
+            self.after_enqueue(ack.transfer);
+        }
+        for ack in completed.iter().chain(failed) {
+            if let Some(transfer) = self.transfers.take_completed(ack.transfer) {
+                self.after_completion(transfer);
+            }
+        }
+        Ok(())
+    }
+
     fn finish_transfers(&mut self, kind: AckKind, acks: &[TransferAck]) -> Result<()> {
         self.check_running()?;
         self.transfers.acknowledge(kind, acks)?;
@@ -58,7 +91,8 @@ impl Coordinator {
 
     fn after_enqueue(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.get(id) else { return };
-        if transfer.enqueued < transfer.required {
+        // A copy that is known to have failed frees nothing: the GPU copy is the only good one.
+        if transfer.enqueued < transfer.required || transfer.failed {
             return;
         }
         let (request, page, residence) = (transfer.request, transfer.page, transfer.residence);

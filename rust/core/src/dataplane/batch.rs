@@ -48,8 +48,8 @@ struct RequestRows<'a> {
 /// rows give -1 and count 0 and touch no state.
 ///
 /// # Errors
-/// `Protocol` for arrays whose lengths disagree, a state row without a state, a request whose
-/// rows are not contiguous, or a hot block that is no block; nothing changes.
+/// `Protocol` for arrays whose lengths disagree, a state row without a state or with two requests,
+/// a request whose rows are not contiguous, or a hot block that is no block; nothing changes.
 pub fn resolve_batch(
     input: &BatchInput<'_>,
     states: &mut [HotState],
@@ -94,10 +94,11 @@ impl<'a> BatchInput<'a> {
                 return Err(wrong_len("states", states.len(), state_row as usize + 1));
             }
         }
-        scratch.seen_requests.clear();
-        scratch.seen_requests.resize(requests, false);
+        // A request whose rows are not contiguous takes its state row twice.
+        scratch.seen_state_rows.clear();
+        scratch.seen_state_rows.resize(states.len(), false);
         for run in self.runs(states.len()) {
-            if core::mem::replace(&mut scratch.seen_requests[run.request], true) {
+            if core::mem::replace(&mut scratch.seen_state_rows[run.state_row], true) {
                 let request = RequestId(u32::try_from(run.request).unwrap_or(u32::MAX));
                 return Err(ProtocolFault::DuplicateRequest { request }.into());
             }

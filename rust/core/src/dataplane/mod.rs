@@ -25,7 +25,7 @@ pub use stores::ByteStores;
 
 use crate::error::{Error, ProtocolFault, Result};
 
-/// Misses to copy, in the order of their victims: two arrays of one length.
+/// Misses to copy, each request's by ascending host row: two arrays of one length.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CopyList {
     /// `[n]` host row to read.

@@ -74,8 +74,8 @@ pub struct ResolveScratch {
     misses: Vec<(i32, u32)>,
     /// Hot slots that no row of this step reads, as (last used, hot slot).
     victims: Vec<(u64, u32)>,
-    /// Batch requests whose rows were seen.
-    pub(super) seen_requests: Vec<bool>,
+    /// State rows that a request of the batch has taken.
+    pub(super) seen_state_rows: Vec<bool>,
 }
 
 /// Where a selected position was found.
@@ -146,7 +146,7 @@ impl ResolveInput<'_> {
 /// Resolves one request's verification rows in one index group and updates its hot state.
 ///
 /// A request without a hot region leaves its state as it is: its whole union counts as missed and
-/// as overflow. 64 KiB of tables at k = 2,048; no allocation once `scratch` and `out` have grown.
+/// as overflow. The table takes 32 KiB at k = 2,048; no allocation once `scratch` and `out` have grown.
 ///
 /// # Errors
 /// `Protocol` for arrays whose lengths disagree or a hot block that is no block; nothing changes.

@@ -383,7 +383,10 @@ fn a_faulty_batch_is_refused_and_changes_nothing() {
         assert_eq!(states, vec![HotState::new(4); 2]);
     }
     let split = BatchInput { row_request: &[0, 1, 0], ..good };
-    let result = resolve_batch(&split, &mut states, &mut scratch, &mut out);
-    assert!(matches!(result, Err(Error::Protocol(ProtocolFault::DuplicateRequest { .. }))));
+    let shared = BatchInput { state_row: &[1, 1], ..good };
+    for fault in [split, shared] {
+        let result = resolve_batch(&fault, &mut states, &mut scratch, &mut out);
+        assert!(matches!(result, Err(Error::Protocol(ProtocolFault::DuplicateRequest { .. }))));
+    }
     resolve_batch(&good, &mut states, &mut scratch, &mut out).unwrap();
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the timing of the scalar data plane; prints microseconds and GB/s beside plain memcpy.
-//! Run it with `cargo bench -p hotpage-core --bench dataplane`.
+//! Run it with `cargo bench -p hotpage-benches --bench dataplane`.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owns what every launcher does with a parameter block and with a CUDA error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "hotpage/abi.h"
+
+namespace hotpage {
+
+// Status of a CUDA call.
+inline hotpage_status status_of(cudaError_t error) {
+  return error == cudaSuccess ? HOTPAGE_OK
+                              : HOTPAGE_STATUS_CUDA_BASE + static_cast<hotpage_status>(error);
+}
+
+// Status of the launch just made. OK because cudaGetLastError only reads and clears this thread's
+// error; it neither waits for the kernel nor disturbs a capture.
+inline hotpage_status launch_status() { return status_of(cudaGetLastError()); }
+
+// HOTPAGE_OK if `params` is a block of the size that this library was built with.
+template <typename Params>
+hotpage_status check_params(const Params *params) {
+  if (params == nullptr) return HOTPAGE_STATUS_INVALID_ARGUMENT;
+  return params->struct_size == sizeof(Params) ? HOTPAGE_OK : HOTPAGE_STATUS_STRUCT_SIZE;
+}
+
+}  // namespace hotpage

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns `hotpage doctor`: what of hotpage works on this host, and how to mend the rest."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from hotpage import __version__
+from hotpage.errors import KernelError, KernelUnavailableError
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report; `remedy` is empty exactly if `ok`."""
+
+    name: str
+    ok: bool
+    finding: str
+    remedy: str = ""
+
+
+def check_package() -> Check:
+    """The package itself, with the Python that runs it."""
+    return Check("hotpage", True, f"{__version__} on Python {platform.python_version()}")
+
+
+def check_core() -> Check:
+    """The Rust extension loads and is of the same version."""
+    try:
+        core = importlib.import_module("hotpage._core")
+    except ImportError as error:
+        remedy = "install a wheel of hotpage, or run pip install . in the source checkout"
+        return Check("core", False, f"not loaded: {error}", remedy)
+    if core.__version__ != __version__:
+        finding = f"{core.__version__}, expected {__version__}"
+        return Check("core", False, finding, "pip install --force-reinstall --no-deps hotpage")
+    return Check("core", True, core.__version__)
+
+
+def check_kernels() -> Check:
+    """The kernel library is there, loads and has this package's ABI."""
+    from hotpage.kernels import _abi, load
+
+    try:
+        library = load()
+    except KernelUnavailableError as error:
+        finding, _, remedy = str(error).rpartition("; ")
+        return Check("kernels", False, finding, remedy)
+    images = ", ".join(library.architectures)
+    return Check("kernels", True, f"ABI {_abi.ABI_VERSION}, images {images}")
+
+
+def check_gpu() -> Check:
+    """A CUDA device is visible that the kernels run on."""
+    from hotpage.kernels import load
+
+    remedy = "run on a host with an NVIDIA GPU of Hopper or later and driver 580 or later"
+    try:
+        library = load()
+        num_devices = library.device_count()
+        found = [library.check_device(device) for device in range(num_devices)]
+    except KernelUnavailableError as error:
+        finding, _, cause = str(error).rpartition("; ")
+        return Check("gpu", False, f"not asked: {finding}", cause)
+    except KernelError as error:
+        return Check("gpu", False, error.text, remedy)
+    if not found:
+        return Check("gpu", False, "no CUDA device", remedy)
+    kinds = ", ".join(
+        f"{index}: compute {one.compute_major}.{one.compute_minor}, "
+        f"{one.num_multiprocessors} multiprocessors"
+        for index, one in enumerate(found)
+    )
+    return Check("gpu", True, f"{num_devices} visible ({kinds})")
+
+
+def _check_distribution(name: str, remedy: str) -> Check:
+    # NOTE: only whether it is installed. Which vLLM versions work is for hotpage.vllm to say, and
+    # importing torch or vLLM here would take seconds and could fail for reasons of their own.
+    try:
+        return Check(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(name, False, "not installed", remedy)
+
+
+def check_torch() -> Check:
+    """torch is installed."""
+    return _check_distribution("torch", "pip install 'hotpage[torch]'")
+
+
+def check_vllm() -> Check:
+    """vLLM is installed."""
+    return _check_distribution("vllm", "pip install 'hotpage[vllm]'")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_package,
+    check_core,
+    check_kernels,
+    check_gpu,
+    check_torch,
+    check_vllm,
+)
+
+
+def diagnose() -> list[Check]:
+    """All checks, in the order in which their remedies should be applied."""
+    return [check() for check in CHECKS]
+
+
+def _verdict(checks: list[Check]) -> str:
+    ok = {check.name: check.ok for check in checks}
+    if all(ok.values()):
+        return "Everything is in place to serve under vLLM."
+    if ok["core"]:
+        return "The embedded commands work here; serving under vLLM does not."
+    return "Nothing of hotpage works here."
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what works on this host and how to mend the rest.
+
+    Ends with exit code 0 if everything needed to serve under vLLM is there, else with 1.
+    """
+    checks = diagnose()
+    healthy = all(check.ok for check in checks)
+    verdict = _verdict(checks)
+    if as_json:
+        report = {"ok": healthy, "verdict": verdict, "checks": [asdict(one) for one in checks]}
+        print(json.dumps(report, indent=2))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            print(f"{'ok' if check.ok else 'no':<3} {check.name:<{width}}  {check.finding}")
+            if check.remedy:
+                print(f"{'':<{width + 5}} remedy: {check.remedy}")
+        print(verdict)
+    raise typer.Exit(0 if healthy else 1)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the ctypes mirror of cuda/include/hotpage/abi.h; loads nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+ABI_VERSION = 1
+
+OK = 0
+STATUS_STRUCT_SIZE = 1
+STATUS_INVALID_ARGUMENT = 2
+STATUS_UNSUPPORTED = 3
+STATUS_CUDA_BASE = 1000
+
+STRUCTS: dict[str, type[ParameterBlock]] = {}
+"""C name of every parameter block -> its mirror."""
+
+LAUNCHERS: dict[str, type[ParameterBlock]] = {}
+"""C name of every launcher `status f(const block *, void *stream)` -> its parameter block."""
+
+
+class ParameterBlock(ctypes.Structure):
+    """Base of the mirrors; `struct_size` is filled in on construction."""
+
+    c_name: ClassVar[str]
+
+    def __init__(self, **values: int) -> None:
+        super().__init__(struct_size=ctypes.sizeof(self), **values)
+
+    def __repr__(self) -> str:
+        fields: list[tuple[Any, ...]] = self._fields_  # type: ignore[assignment]
+        values = ((name, getattr(self, name)) for name, *_ in fields if name != "struct_size")
+        return ", ".join(f"{name}={_text(value)}" for name, value in values)
+
+
+def _text(value: Any) -> str:
+    return str(list(value)) if isinstance(value, ctypes.Array) else str(value)
+
+
+Block = TypeVar("Block", bound=ParameterBlock)
+
+
+def mirror(c_name: str, *, launcher: str | None = None) -> Callable[[type[Block]], type[Block]]:
+    """Registers a mirror under the struct's C name, and the launcher that takes it."""
+
+    def register(block: type[Block]) -> type[Block]:
+        block.c_name = c_name
+        STRUCTS[c_name] = block
+        if launcher is not None:
+            LAUNCHERS[launcher] = block
+        return block
+
+    return register
+
+
+@mirror("hotpage_device_properties")
+class DeviceProperties(ParameterBlock):
+    """Properties of one device; sizes in bytes, versions as 1000 x major + 10 x minor."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("device", ctypes.c_int32),
+        ("compute_major", ctypes.c_int32),
+        ("compute_minor", ctypes.c_int32),
+        ("num_multiprocessors", ctypes.c_int32),
+        ("max_threads_per_block", ctypes.c_int32),
+        ("registers_per_multiprocessor", ctypes.c_int32),
+        ("max_dynamic_shared_bytes_per_block", ctypes.c_int32),
+        ("shared_bytes_per_multiprocessor", ctypes.c_int32),
+        ("l2_bytes", ctypes.c_int32),
+        ("reads_registered_host_memory", ctypes.c_int32),
+        ("supports_clusters", ctypes.c_int32),
+        ("driver_version", ctypes.c_int32),
+        ("runtime_version", ctypes.c_int32),
+    ]
+
+
+@mirror("hotpage_fill_params", launcher="hotpage_fill")
+class FillParams(ParameterBlock):
+    """Range of `num_bytes` at `address` that gets the 32-bit `pattern` repeated."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("pattern", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("num_bytes", ctypes.c_uint64),
+    ]
