@@ -101,7 +101,8 @@ pub struct EngineConfig {
     pub seed: u64,
     /// Chance, in parts per million, that a page copy is reported failed.
     pub copy_failure_ppm: u32,
-    /// Chance, in parts per million, that a token's row is not mirrored.
+    /// Chance, in parts per million, that a token's row is not mirrored; half of the losses are
+    /// reported, of the others only the mirror mask knows.
     pub mirror_loss_ppm: u32,
     /// What goes wrong on purpose.
     pub fault: Option<Fault>,

@@ -67,7 +67,7 @@ impl Worker {
     pub(super) fn attend(&mut self, plan: &StepPlan, batch: &Batch) -> Result<()> {
         let replay = &plan.replay;
         if !replay.request.is_empty() {
-            self.drop_rejected(replay, batch);
+            self.drop_rejected(replay, batch)?;
             self.decode(replay, batch)?;
         }
         for item in &batch.items {
@@ -79,11 +79,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Rows that were rejected are being written again: no hot slot may go on holding them.
-    fn drop_rejected(&mut self, replay: &ReplayPlan, batch: &Batch) {
-        if replay.dropped_request.is_empty() {
-            return;
-        }
+    /// Rows that were rejected are being written again: no hot slot may go on holding them, and
+    /// they do not count as mirrored, because the mirror of their successors may get lost.
+    fn drop_rejected(&mut self, replay: &ReplayPlan, batch: &Batch) -> Result<()> {
         let mut host_rows = Vec::new();
         let bs = self.geometry.block_size();
         let dropped = replay.dropped_position.iter().zip(&replay.dropped_rows);
@@ -96,10 +94,14 @@ impl Worker {
                 let page = (position / bs) as usize;
                 let at = item.state_row * self.tables.max_pages() + page;
                 let block = self.tables.host_blocks.get(at).copied().unwrap_or(0);
-                host_rows.push(i64::from(block) * i64::from(bs) + i64::from(position % bs));
+                if block != 0 {
+                    self.mask.unmark(HostBlockId(block), position % bs)?;
+                    host_rows.push(i64::from(block) * i64::from(bs) + i64::from(position % bs));
+                }
             }
         }
         self.invalidate(&host_rows, &[]);
+        Ok(())
     }
 
     /// Verification rows: each index group resolves, copies its misses, and reads.

@@ -12,7 +12,6 @@ impl Worker {
     pub(super) fn mirror(&mut self, batch: &Batch) -> Result<()> {
         let layers: Vec<u32> = (0..self.geometry.num_layers()).collect();
         let mut host_row = batch.host_row.clone();
-        self.lost_host_blocks.clear();
         self.lose_rows(batch, &mut host_row);
         let unmirrored = self.find_unmirrored(batch);
         let tokens = MirrorTokens { resident_slot: &batch.slot_mapping, host_row: &host_row };
@@ -29,7 +28,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Draws tokens whose rows do not reach the host pool, and notes their pages.
+    /// Draws tokens whose rows do not reach the host pool, and reports the pages of some.
     fn lose_rows(&mut self, batch: &Batch, host_row: &mut [i64]) {
         if self.mirror_loss_ppm == 0 {
             return;
@@ -38,11 +37,11 @@ impl Worker {
         for item in &batch.items {
             for at in 0..item.num_scheduled {
                 if self.rng.below(1_000_000) < self.mirror_loss_ppm {
-                    let row = core::mem::replace(&mut host_row[item.first_token + at as usize], -1);
-                    let page = PageIndex((item.num_computed + at) / bs);
-                    self.mirror_lost.push((item.request, page));
-                    // OK because a host row is an int32 block id times the block size and more.
-                    self.lost_host_blocks.push(HostBlockId((row / i64::from(bs)) as i32));
+                    host_row[item.first_token + at as usize] = -1;
+                    if self.rng.below(2) == 0 {
+                        let page = PageIndex((item.num_computed + at) / bs);
+                        self.mirror_lost.push((item.request, page));
+                    }
                 }
             }
         }

@@ -65,7 +65,8 @@ pub struct WorkerConfig {
     pub mirrors: bool,
     /// Chance, in parts per million, that a page copy is reported failed.
     pub copy_failure_ppm: u32,
-    /// Chance, in parts per million, that a token's row is not mirrored.
+    /// Chance, in parts per million, that a token's row is not mirrored; half of the losses are
+    /// reported, of the others only the mirror mask knows.
     pub mirror_loss_ppm: u32,
     /// Seed of delays, failures and top-k streams.
     pub seed: u64,
@@ -135,8 +136,6 @@ pub struct Worker {
     fault: Planted,
     step: u64,
     mirror_lost: Vec<(RequestId, PageIndex)>,
-    /// Host blocks of the pages that lost a row in this step.
-    lost_host_blocks: Vec<HostBlockId>,
     resolve_scratch: ResolveScratch,
     resolved: Resolved,
     invalidate_scratch: InvalidateScratch,
@@ -179,7 +178,6 @@ impl Worker {
             fault: Planted::new(config.fault),
             step: 0,
             mirror_lost: Vec::new(),
-            lost_host_blocks: Vec::new(),
             resolve_scratch: ResolveScratch::default(),
             resolved: Resolved::default(),
             invalidate_scratch: InvalidateScratch::default(),
@@ -433,11 +431,7 @@ impl Worker {
                 TransferKind::Restore => self.num_ranks,
                 _ => self.num_host_writers,
             };
-            // A full mask is not enough: the row that was lost may have landed before, as a draft
-            // that was rejected since.
-            let has_hole =
-                !self.mask.is_full(host_block) || self.lost_host_blocks.contains(&host_block);
-            let known_bad = kind == TransferKind::Mirrored && has_hole;
+            let known_bad = kind == TransferKind::Mirrored && !self.mask.is_full(host_block);
             let fails =
                 known_bad || (is_spill && self.rng.below(1_000_000) < self.copy_failure_ppm);
             let transfer = InFlight {
