@@ -167,6 +167,7 @@ impl Engine {
             host_blocks: &hit.host_blocks,
             resident_blocks: &resident_blocks,
         };
+        self.report.events += 1 + u64::from(!grant.hot_region.is_empty());
         self.coordinator.on_admitted(&[admitted])?;
         if !grant.hot_region.is_empty() {
             self.coordinator.on_hot_region_allocated(request, &grant.hot_region)?;

@@ -56,6 +56,7 @@ impl Engine {
                 self.prefix.on_reused(block);
             }
         }
+        self.report.events += self.notices.len() as u64;
         self.coordinator.on_blocks_reused(&self.notices)?;
         Ok(true)
     }
@@ -141,6 +142,7 @@ impl Engine {
         else {
             return Ok(false);
         };
+        self.report.events += 1;
         self.coordinator.on_freed(request, reason, &mut self.free_plan)?;
         let plan = core::mem::take(&mut self.free_plan);
         self.publish(request.0 as i32, plan.publish_pages)?;
@@ -213,7 +215,9 @@ impl Engine {
         for &(request, page) in &self.acks.mirror_lost {
             self.coordinator.on_mirror_lost(request, page)?;
         }
-        let Acks { enqueued, completed, failed, .. } = &self.acks;
+        let Acks { mirror_lost, enqueued, completed, failed } = &self.acks;
+        let lists = [enqueued.len(), completed.len(), failed.len(), mirror_lost.len()];
+        self.report.events += lists.iter().sum::<usize>() as u64;
         self.coordinator.on_worker_output(enqueued, completed, failed)
     }
 

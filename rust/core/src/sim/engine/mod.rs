@@ -186,6 +186,7 @@ impl Engine {
         }
         self.count_running();
         let levels = self.levels();
+        self.report.events += self.scheduled.len() as u64;
         self.coordinator.build_step_plan(&self.scheduled, levels, &mut self.plan)?;
         self.carry_out_plan()?;
         self.map_slots()?;
@@ -245,6 +246,7 @@ impl Engine {
     /// # Errors
     /// `Protocol` for a Coordinator that was shut down.
     pub fn reset_prefix_cache(&mut self) -> Result<()> {
+        self.report.events += 1;
         self.coordinator.on_prefix_cache_reset()?;
         self.prefix.clear();
         Ok(())

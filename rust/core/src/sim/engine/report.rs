@@ -41,6 +41,9 @@ impl Refusals {
 pub struct EngineReport {
     /// Steps.
     pub steps: u64,
+    /// Events that the Coordinator was told: admissions, pages, reuse notices, hot regions,
+    /// scheduled requests, acknowledgements, lost mirrors, requests that left, prefix resets.
+    pub events: u64,
     /// Steps in which some request was running or waiting.
     pub busy_steps: u64,
     /// Sum over the busy steps of the requests that were running.

@@ -41,6 +41,7 @@ impl Engine {
                 self.report.refusals.hot_region += 1;
                 break;
             }
+            self.report.events += 1;
             self.coordinator.on_hot_region_allocated(request, &blocks)?;
         }
         self.plan.hot_regions_wanted = wanted;
@@ -208,6 +209,7 @@ impl Engine {
         };
         let first_page = PageIndex(run.num_pages);
         let pages = PagesAllocated { request: run.id, first_page, host_blocks, resident_blocks };
+        self.report.events += u64::from(new_pages);
         self.coordinator.on_blocks_allocated(&[pages])?;
         for (page, &block) in (run.num_pages..).zip(host_blocks) {
             self.batch.new_host_pages.push((run.state_row, page, block));

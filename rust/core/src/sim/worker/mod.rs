@@ -26,7 +26,7 @@ use crate::config::ReleasePoint;
 use crate::dataplane::{
     ByteStores, Counters, InvalidateScratch, MirrorMask, ResolveScratch, Resolved, invalidate,
 };
-use crate::error::{ProtocolFault, Result};
+use crate::error::{Error, Expected, ProtocolFault, Result};
 use crate::geometry::Geometry;
 use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId, TransferId};
 use crate::index_group::{IndexGroup, IndexGroupTopology};
@@ -150,11 +150,11 @@ impl Worker {
     /// A worker with empty tables and zeroed pools.
     ///
     /// # Errors
-    /// `Config` for top-k parameters or a packing out of bounds.
+    /// `Config` for top-k parameters or a packing out of bounds, or for pools that this machine
+    /// cannot provide.
     pub fn new(config: WorkerConfig) -> Result<Self> {
         let WorkerConfig { geometry, topk, .. } = config;
         topk.validate()?;
-        let bytes = |len: u64| vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
         let groups = IndexGroupTopology::new(&geometry, &[])?.groups().to_vec();
         let (rows, pages) = (config.num_state_rows, config.max_pages);
         Ok(Self {
@@ -162,8 +162,8 @@ impl Worker {
             mask: MirrorMask::new(geometry.host_blocks(), geometry.block_size()),
             acks: AckQueue::new(derive(config.seed, 0)),
             rng: SplitMix64::new(derive(config.seed, 1)),
-            gpu: bytes(geometry.gpu_pool_bytes()),
-            host: bytes(geometry.host_pool_bytes()),
+            gpu: zeroed("bytes of the GPU pool", geometry.gpu_pool_bytes())?,
+            host: zeroed("bytes of the host pool", geometry.host_pool_bytes())?,
             staging: Staging::new(pages as usize * geometry.block_size() as usize),
             geometry,
             groups,
@@ -448,6 +448,23 @@ impl Worker {
         }
         Ok(())
     }
+}
+
+/// Zeroed memory that takes room only where it is used.
+fn zeroed(name: &'static str, bytes: u64) -> Result<Vec<u8>> {
+    let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+    // An allocation that fails for good would end the process, so it is tried first.
+    let fits = |len| Vec::<u8>::new().try_reserve_exact(len).is_ok();
+    if fits(len) {
+        return Ok(vec![0; len]);
+    }
+    let most = (1..usize::BITS).map(|halvings| len >> halvings).find(|&len| fits(len));
+    Err(Error::Config {
+        name,
+        got: i64::try_from(bytes).unwrap_or(i64::MAX),
+        expected: Expected::AtMost(most.and_then(|len| i64::try_from(len).ok()).unwrap_or(0)),
+        remedy: "use a pool that fits into this machine's memory",
+    })
 }
 
 /// A block id as an index; negative ids are past the end of any pool.
