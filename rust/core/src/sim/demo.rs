@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the demonstration: one workload served under each policy from the same memory.
 //! No clock, no I/O: the caller advances it and prints.
+//!
+//! NOTE: bytes of a scaled-down run are no forecast. A restore moves the whole context, which
+//! shrinks with the scale; misses shrink with the decode rows and with top-k, hence with its
+//! square. The smaller the scale, the better hotpage looks beside dense offloading in bytes; how
+//! many requests run at once does not depend on it.
 
 use crate::config::{HostCopy, ReleasePoint};
 use crate::error::{Error, Expected, Result};
