@@ -10,6 +10,7 @@ mod error;
 mod events;
 mod interner;
 mod plan;
+mod planner;
 mod settings;
 
 use pyo3::prelude::*;
@@ -27,6 +28,8 @@ mod _core {
     use super::interner::PyRequestInterner;
     #[pymodule_export]
     use super::plan::{PyFreePlan, PyRefusal, PyStepPlan};
+    #[pymodule_export]
+    use super::planner::{layers_with_indexer, pack_layers, plan_capacity};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
