@@ -350,3 +350,35 @@ class RequestInterner:
 
 def _sample_errors() -> list[tuple[str, Any]]:
     """One exception of each family of core errors, by the family's name; for tests."""
+
+def plan_capacity(**arguments: Any) -> dict[str, Any]:
+    """A capacity plan. Arguments, all by keyword (`hotpage.plan.request` fills them in):
+
+    `leaders` (bool for each layer), `draft_layers`, `row_bytes`, `block_align_bytes`,
+    `indexer_row_bytes`, `tokens_per_indexer_row`, `top_k`, `max_positions`, `request_groups`
+    ((page bytes, blocks a request) pairs); `hbm_gib`, `gpu_memory_utilization`, `weights_gib`,
+    `runtime_gib`, `kv_gib`; `gpus`, `tp`, `dp`, `block_size`, `hot_rows`, `mtp`, `host_pool_gib`,
+    `offload_gib`, `registration_gib`, `contexts` (tokens), `output`, `max_model_len`,
+    `batched_tokens`, `max_num_seqs`, `hit_rate`, `link_gbps`, `layout`.
+
+    Raises:
+        ConfigError: an argument is missing, unknown or out of its bounds.
+        CapacityError: the machine is too small.
+    """
+
+def pack_layers(**arguments: Any) -> dict[str, Any]:
+    """The packing of layers into groups, from the model's arguments and `block_size`, `hot_rows`
+    and `mtp`; sizes in bytes.
+
+    Raises:
+        ConfigError: an argument is missing, unknown or out of its bounds.
+    """
+
+def layers_with_indexer(
+    layers: int, frequency: int, offset: int, pattern: str | None = None
+) -> list[bool]:
+    """Which layers have an indexer of their own, by vLLM 0.33's rule.
+
+    Raises:
+        ConfigError: `frequency` is 0.
+    """

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hotpage import __version__
-from hotpage.cli import doctor
+from hotpage.cli import doctor, plan
 from hotpage.errors import CapacityError, ConfigError, KernelUnavailableError
 
 # The base of all errors in a command line. It comes from click or, in later releases, from typer's
@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

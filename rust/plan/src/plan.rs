@@ -46,8 +46,8 @@ pub struct Inputs {
     pub max_num_seqs: i64,
     /// Selected rows that are found hot; by default the published rate for the hot rows.
     pub hit_rate: Option<f64>,
-    /// Host link of one GPU in one direction, in GB/s.
-    pub link_gbps: f64,
+    /// Host link of one GPU in one direction, in GB/s; unknown, no link time is given.
+    pub link_gbps: Option<f64>,
     /// Order of rows in the host pool.
     pub layout: HostLayout,
 }
@@ -116,8 +116,8 @@ pub struct Point {
     pub bytes: RequestBytes,
     /// Least host pool of one replica that does not limit hotpage, in GiB.
     pub min_host_pool_gib: f64,
-    /// Milliseconds of link time in a decode step.
-    pub pcie_ms_per_step: f64,
+    /// Milliseconds that one GPU's link is busy in a decode step, where the link is known.
+    pub pcie_ms_per_step: Option<f64>,
     /// Bytes for KV on one GPU.
     pub kv_bytes: u64,
 }
@@ -206,7 +206,9 @@ impl<'a> Machine<'a> {
         let remedy = "give what the engine is started with";
         let batched = within("batched_tokens", inputs.batched_tokens, 1, 1 << 30, remedy)?;
         let max_num_seqs = within("max_num_seqs", inputs.max_num_seqs, 1, 1 << 30, remedy)?;
-        size("link_gbps", inputs.link_gbps, 0.0, false, "give the rate of one direction")?;
+        if let Some(link_gbps) = inputs.link_gbps {
+            size("link_gbps", link_gbps, 0.0, false, "give the rate of one direction")?;
+        }
         let remedy = "leave it out for 256";
         size("registration_gib", inputs.registration_gib, 0.0, false, remedy)?;
         if let Some(offload_gib) = inputs.offload_gib {
@@ -247,9 +249,12 @@ impl<'a> Machine<'a> {
             Some(limit) if limit < positions => (limit, "max_model_len"),
             _ => (positions, "the model's positions"),
         };
-        let most = limit.saturating_sub(self.output) as i64;
-        let remedy = format!("context and output together pass {of} ({limit})");
-        let context = within("context", context, 1, most.max(0), &remedy)?;
+        let most = limit.saturating_sub(self.output);
+        let context = within("context", context, 1, i64::MAX, "give a number of tokens")?;
+        if context > most {
+            let remedy = format!("context and output together pass {of} ({limit})");
+            return Err(config("context", context, format!("at most {most}"), remedy));
+        }
         let longest = self.admitted(context + self.output);
         let need = self.packing.pages(longest) + capacity::TAIL_PAGES;
         match self.host_blocks {
@@ -369,13 +374,14 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn step_ms(&self, requests: f64, tokens: u64) -> f64 {
+    fn step_ms(&self, requests: f64, tokens: u64) -> Option<f64> {
         let model = &self.inputs.model;
         let selected = model.top_k.min(tokens) * (self.inputs.mtp.unsigned_abs() + 1);
         let misses = (1.0 - self.hit_rate) * selected as f64;
-        let packing = &self.packing;
-        let (link, layout) = (self.inputs.link_gbps, self.inputs.layout);
-        link::step_ms(requests, misses, &packing.groups, model.row_bytes, link, layout)
+        let groups = &self.packing.groups;
+        let layout = self.inputs.layout;
+        let ms = |link| link::step_ms(requests, misses, groups, model.row_bytes, link, layout);
+        self.inputs.link_gbps.map(ms)
     }
 
     /// Walks down from the longest length while hotpage carries more.

@@ -104,7 +104,7 @@ fn read_inputs(arguments: Option<&Bound<'_, PyDict>>) -> PyResult<Inputs> {
         batched_tokens: read(settings, "batched_tokens", INT)?,
         max_num_seqs: read(settings, "max_num_seqs", INT)?,
         hit_rate: read_optional(settings, "hit_rate", NUMBER)?,
-        link_gbps: read(settings, "link_gbps", NUMBER)?,
+        link_gbps: read_optional(settings, "link_gbps", NUMBER)?,
         layout: choice("layout", &layout, &LAYOUTS)?,
     };
     owned.finish()?;
