@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,6 @@ class Case:
     batched_tokens: int = 8192
     kv_bytes: int = 26 << 30
     host_bytes: int = 384 << 30
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def served(self) -> list[bool]:
@@ -276,7 +275,9 @@ def random_case(rng: random.Random) -> Case:
         hot_rows=min(hot_rows, 32_768) if hot_rows else None,
         block_size=256 if pooled else 64,
         tokens_per_indexer_row=4 if pooled else 1,
-        ring_bytes=16 * rng.randint(1, 400) if pooled and rng.random() < 0.5 else 0,
+        ring_bytes=16 * rng.randint(1, 10 ** rng.randint(1, 6))
+        if pooled and rng.random() < 0.5
+        else 0,
         max_model_len=max_model_len,
         batched_tokens=rng.choice([256, 2048, 8192, 32_768]),
         kv_bytes=rng.randint(1 << 28, 200 << 30),

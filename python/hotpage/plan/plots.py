@@ -64,7 +64,7 @@ def _concurrency(axes: Any, request: Request, plan: dict[str, Any], curve: dict[
         axes.axvline(crossover, color=_HOTPAGE, linewidth=1, linestyle=":")
         axes.annotate(
             f"hotpage from {crossover:,}",
-            (crossover, 0.94),
+            (crossover, 0.03),
             xycoords=("data", "axes fraction"),
             xytext=(5, 0),
             textcoords="offset points",
@@ -80,6 +80,7 @@ def _concurrency(axes: Any, request: Request, plan: dict[str, Any], curve: dict[
             textcoords="offset points",
             color=_ORDINARY,
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")

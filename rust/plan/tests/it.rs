@@ -115,6 +115,22 @@ fn glm_has_21_indexers_in_78_layers_and_20_resident_groups() {
 }
 
 #[test]
+fn index_groups_that_fill_the_indexer_page_exactly_share_a_block() {
+    let mut exact = model(vec![true, true], FP8);
+    exact.indexer_row_bytes = FP8;
+    assert_eq!(Packing::new(&exact, 64, None, 0).unwrap().groups, [[1, 1]]);
+    exact.indexer_row_bytes = FP8 - 1;
+    assert_eq!(Packing::new(&exact, 64, None, 0).unwrap().groups, [[1], [1]]);
+}
+
+#[test]
+fn blocks_of_a_shared_host_pool_begin_on_os_pages() {
+    let packing = Packing::new(&glm(FP8), 64, None, 0).unwrap();
+    assert_eq!(packing.host_block_stride(false), 3_274_752);
+    assert_eq!(packing.host_block_stride(true), 3_276_800);
+}
+
+#[test]
 fn a_pattern_wins_over_the_frequency() {
     let led = leaders(5, 4, 3, Some("FSSF")).unwrap();
     assert_eq!(led, [true, false, false, true, true]);
@@ -233,6 +249,10 @@ fn a_small_group_outside_prefix_caching_adds_its_block_and_vetoes_nothing() {
     let request = Footprint::new(&packing, 3584, 16_384);
     let before = Footprint::new(&alone, 3584, 16_384);
     assert_eq!((request.pages, request.steady), (14, before.steady + 1));
+    // A page wider than all others widens the block that every group draws from.
+    pooled.request_groups[0].page_bytes = alone.block_bytes + 1;
+    let wide = Packing::new(&pooled, 256, None, 0).unwrap();
+    assert_eq!(wide.block_bytes, alone.block_bytes + wide.layer_page_bytes);
 }
 
 #[test]
