@@ -38,6 +38,9 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.phase = Phase::Draining { publish };
             if publish {
+                // The engine frees the host blocks of durable pages beyond a gap now, so they cannot
+                // be published when the gap closes.
+                state.forget_durable_beyond_prefix();
                 fresh = plan.publish_pages.saturating_sub(state.published);
                 state.published = state.published.max(plan.publish_pages);
             }
@@ -171,5 +174,96 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.publish_queued = false;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Coordinator;
+    use crate::config::{CoordinatorConfig, HostCopy, ReleasePoint};
+    use crate::ids::{PageIndex, RequestId, TransferId};
+    use crate::step::{
+        Admitted, FreePlan, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepEvents,
+        StepPlan, TransferAck,
+    };
+
+    const LEVELS: PoolLevels = PoolLevels { gpu_free: 40, host_free: 40 };
+
+    fn spilled(core: &mut Coordinator, transfer: i64) {
+        let ack = [TransferAck { transfer: TransferId(transfer), count: 1 }];
+        core.on_worker_output(&ack, &ack, &[]).unwrap();
+    }
+
+    /// A request of three full pages, whose spills are transfers 1 to 3.
+    fn three_pages() -> (Coordinator, StepPlan) {
+        let mut core = Coordinator::new(CoordinatorConfig {
+            block_size: 4,
+            num_kv_groups: 1,
+            gpu_blocks: 64,
+            host_blocks: 64,
+            other_blocks_per_page: 0,
+            hot_rows: 8,
+            top_k: 4,
+            verification_rows: 1,
+            num_ranks: 1,
+            num_host_writers: 1,
+            host_copy: HostCopy::Spilled,
+            release_point: ReleasePoint::Completed,
+            transition: true,
+            transition_watermark: None,
+            hot_return_steps: 4,
+            admission_window_pages: 4,
+            num_reprefillable_tokens: 0,
+            max_model_len: 64,
+        })
+        .unwrap();
+        let request = RequestId(0);
+        let (host_blocks, resident_blocks) = (&[][..], &[][..]);
+        let admitted = Admitted { request, prefix: Prefix::Host, host_blocks, resident_blocks };
+        let pages = PagesAllocated {
+            request,
+            first_page: PageIndex(0),
+            host_blocks: &[1, 2, 3],
+            resident_blocks: &[1, 2, 3],
+        };
+        let events =
+            StepEvents { admitted: &[admitted], allocated: &[pages], ..StepEvents::default() };
+        let scheduled = Scheduled {
+            request,
+            num_computed_tokens: 0,
+            num_scheduled_tokens: 12,
+            num_draft_tokens: 0,
+        };
+        let mut plan = StepPlan::default();
+        core.step(&events, &[scheduled], LEVELS, &mut plan).unwrap();
+        assert_eq!(plan.transfers.transfer_id, [1, 2, 3]);
+        (core, plan)
+    }
+
+    #[test]
+    fn a_page_whose_host_block_was_freed_is_not_published_when_the_gap_before_it_closes() {
+        let (mut core, mut plan) = three_pages();
+        spilled(&mut core, 2);
+        let mut freed = FreePlan::default();
+        core.on_freed(RequestId(0), FreeReason::Finished, &mut freed).unwrap();
+        assert_eq!((freed.publish_pages, freed.retired), (0, false));
+        spilled(&mut core, 1);
+        spilled(&mut core, 3);
+        core.build_step_plan(&[], LEVELS, &mut plan).unwrap();
+        // Page 1 was durable, so no transfer leased its host block beyond the end of the request.
+        assert_eq!(plan.publish.num_pages, [1]);
+        assert_eq!(plan.retired, [0]);
+    }
+
+    #[test]
+    fn pages_that_complete_out_of_order_after_the_end_are_published_together() {
+        let (mut core, mut plan) = three_pages();
+        let mut freed = FreePlan::default();
+        core.on_freed(RequestId(0), FreeReason::Finished, &mut freed).unwrap();
+        for transfer in [3, 2, 1] {
+            spilled(&mut core, transfer);
+        }
+        core.build_step_plan(&[], LEVELS, &mut plan).unwrap();
+        assert_eq!(plan.publish.num_pages, [3]);
     }
 }
