@@ -3,6 +3,7 @@
 //! the synthetic load for it, the simulator and the benches. Nothing in the core uses it.
 
 pub mod content;
+pub mod demo;
 pub mod engine;
 pub mod policy;
 pub mod prefix;

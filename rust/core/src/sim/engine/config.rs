@@ -124,10 +124,10 @@ impl EngineConfig {
         if self.policy.has_host_pool() { self.host_blocks } else { 0 }
     }
 
-    /// Checks what neither the Coordinator nor the geometry nor the top-k streams check.
+    /// Checks every bound, without allocating a pool.
     ///
     /// # Errors
-    /// `Config` for a value out of bounds.
+    /// `Config` for a value out of bounds, `Capacity` for a pool under one request.
     pub fn validate(&self) -> Result<()> {
         at_least("chunk_tokens", self.chunk_tokens, 1, "a prefill step computes tokens")?;
         at_least("max_running", self.max_running, 1, "let one request run")?;
@@ -155,7 +155,21 @@ impl EngineConfig {
                 remedy: "this policy copies pages: choose mirrored or spilled",
             });
         }
-        Ok(())
+        TopkParams::for_top_k(self.top_k).validate()?;
+        self.coordinator().validate()?;
+        for (name, blocks) in [("GPU rows", self.gpu_blocks), ("host rows", self.num_host_blocks())]
+        {
+            let rows = i64::from(blocks) * i64::from(self.block_size);
+            if rows > i64::from(i32::MAX) {
+                return Err(Error::Config {
+                    name,
+                    got: rows,
+                    expected: Expected::AtMost(i64::from(i32::MAX)),
+                    remedy: "row ids are int32; use a smaller pool",
+                });
+            }
+        }
+        self.geometry().map(|_| ())
     }
 
     /// The Coordinator's settings under this policy.

@@ -12,6 +12,9 @@ use crate::step::{FreeReason, StepPlan, TransferKind};
 pub(super) struct Draining {
     page_keys: Vec<u64>,
     host_blocks: Vec<i32>,
+    /// Leading pages published so far. The request holds their blocks no more, so that they may
+    /// have other contents by now.
+    num_published: u32,
 }
 
 impl Engine {
@@ -108,16 +111,21 @@ impl Engine {
         let Self { owners, conversations, draining, prefix, host, .. } = self;
         let owner = usize::try_from(request).ok().and_then(|at| owners.get(at).copied().flatten());
         let live = owner.and_then(|id| conversations.get_mut(id.0)?.as_mut());
-        let (keys, blocks) = match (live, draining.get(&request.unsigned_abs())) {
+        let (keys, blocks, first) = match (live, draining.get_mut(&request.unsigned_abs())) {
             (Some(state), _) => {
                 let keys = state.page_keys(num_pages, block_size).to_vec();
                 let running = state.request.as_ref().and_then(|r| r.running.as_ref());
-                (keys, running.map_or(&[][..], |run| &run.host_blocks))
+                (keys, running.map_or(&[][..], |run| &run.host_blocks), 0)
             }
-            (None, Some(draining)) => (draining.page_keys.clone(), &draining.host_blocks[..]),
+            (None, Some(draining)) => {
+                let first = draining.num_published;
+                draining.num_published = first.max(num_pages);
+                (draining.page_keys.clone(), &draining.host_blocks[..], first as usize)
+            }
             (None, None) => return Ok(()),
         };
-        for (&key, &block) in keys.iter().zip(blocks).take(num_pages as usize) {
+        let pages = keys.iter().zip(blocks).take(num_pages as usize).skip(first);
+        for (&key, &block) in pages {
             if prefix.insert(key, &[block]) {
                 host.watch(block)?;
             }
@@ -149,7 +157,8 @@ impl Engine {
             // OK because max_model_len bounds the pages, and it is a u32.
             let page_keys = state.page_keys(run.host_blocks.len() as u32, block_size).to_vec();
             let host_blocks = run.host_blocks.clone();
-            self.draining.insert(request.0, Draining { page_keys, host_blocks });
+            let num_published = plan.publish_pages;
+            self.draining.insert(request.0, Draining { page_keys, host_blocks, num_published });
         } else {
             self.ids.give_back(request.0);
         }
