@@ -6,6 +6,7 @@
 mod blob;
 mod buffer;
 mod coordinator;
+mod demo;
 mod error;
 mod events;
 mod interner;
@@ -21,6 +22,8 @@ mod _core {
 
     #[pymodule_export]
     use super::coordinator::{PyAdmissionCost, PyCoordinator};
+    #[pymodule_export]
+    use super::demo::PyDemo;
     #[pymodule_export]
     use super::error::_sample_errors;
     #[pymodule_export]
