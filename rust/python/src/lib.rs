@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the Python module `hotpage._core`; it contains no decision about paging.
 
-#![deny(unsafe_op_in_unsafe_fn)]
+#![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod blob;
 mod buffer;
