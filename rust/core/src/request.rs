@@ -222,12 +222,6 @@ impl RequestState {
         }
     }
 
-    /// Clears the durable bits of pages that are not in the durable prefix.
-    pub fn forget_durable_beyond_prefix(&mut self) {
-        // OK because the prefix has only set bits, so it ends inside the set.
-        self.durable.set_range(self.durable_prefix as usize.., false);
-    }
-
     /// True if every writer has completed the page's host copy.
     #[must_use]
     pub fn is_durable(&self, page: PageIndex) -> bool {
