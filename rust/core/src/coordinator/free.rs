@@ -54,8 +54,14 @@ impl Coordinator {
         }
         let hosts = core::mem::take(&mut state.host_blocks);
         plan.retired = state.num_transfers == 0;
+        // No gap closes any more without copies in flight, or for a request that publishes nothing.
+        let closing = publish && !plan.retired;
+        let ended = if closing { Vec::new() } else { state.take_beyond_gap(u32::MAX) };
         for block in hosts {
             self.remove_host_user(block);
+        }
+        for lease in ended {
+            self.free_host_lease(lease);
         }
         self.lru.remove(request);
         self.num_live -= 1;
@@ -90,7 +96,7 @@ impl Coordinator {
             if let Some(lease) = state.hot.take() {
                 lease.release(&mut plan.free_gpu);
             }
-            for (_, lease) in core::mem::take(&mut state.drained) {
+            for (_, lease) in core::mem::take(&mut state.beyond_gap) {
                 lease.release(free_host);
             }
             if state.phase == Phase::Live {

@@ -363,7 +363,9 @@ fn default_hot_rows(config: &DemoConfig, top_k: u32) -> u32 {
         0 => 2,
         drafts => drafts.saturating_add(2),
     };
-    top_k.saturating_mul(multiple).next_multiple_of(config.block_size.max(1))
+    let rows = top_k.saturating_mul(multiple);
+    // What does not fit is refused later, as more than a hot region can have.
+    rows.checked_next_multiple_of(config.block_size.max(1)).unwrap_or(u32::MAX)
 }
 
 /// GPU and host pool: two and a half average conversations under dense residency, or one and a
@@ -406,4 +408,128 @@ fn num_blocks(name: &'static str, bytes: u64, block_bytes: u64) -> Result<u32> {
     }
     // OK because a block has at least 16 bytes, and the bound above is 2^36.
     Ok((bytes / block_bytes.max(16)) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::workload::Turn;
+
+    fn small() -> DemoConfig {
+        DemoConfig { scale: 1.0 / 48.0, num_conversations: 8, ..DemoConfig::default() }
+    }
+
+    fn run(config: DemoConfig) -> DemoReport {
+        let mut demo = Demo::new(config).unwrap();
+        let mut done = 0.0;
+        loop {
+            let progress = demo.advance(50).unwrap();
+            assert!(progress.done >= done && progress.done <= 1.0);
+            done = progress.done;
+            if progress.finished {
+                assert_eq!(demo.advance(1).unwrap(), progress);
+                return demo.report();
+            }
+        }
+    }
+
+    #[test]
+    fn every_turn_is_served_under_every_policy_with_the_right_bytes_and_no_leak() {
+        let report = run(small());
+        assert_eq!(report.policies.len(), 3);
+        assert_eq!(report.first_mismatch(), None);
+        assert_eq!((report.mismatches(), report.leaked_blocks()), (0, 0));
+        assert!(report.rows_checked() > 50_000, "{}", report.rows_checked());
+        assert_eq!(report.states_seen(), StatesSeen { full: true, mixed: true, none: true });
+        for policy in &report.policies {
+            assert_eq!(policy.engine.finished, 8 * 13, "{}", policy.policy);
+        }
+    }
+
+    #[test]
+    fn the_policies_differ_as_they_should() {
+        let report = run(small());
+        let [hotpage, preempt, offload] = [0, 1, 2].map(|at| report.policies[at].engine);
+        assert!(hotpage.running_mean() > 1.2 * preempt.running_mean());
+        assert!(hotpage.running_mean() > 1.2 * offload.running_mean());
+        assert!(5 * hotpage.recomputed_tokens < preempt.recomputed_tokens);
+        assert!(hotpage.preemptions <= preempt.preemptions);
+        assert!(hotpage.bytes_to_gpu < offload.bytes_to_gpu);
+        assert!(hotpage.hot_hit_rate().is_some() && preempt.hot_hit_rate().is_none());
+        assert_eq!((preempt.bytes_to_gpu, preempt.bytes_to_host), (0, 0));
+    }
+
+    #[test]
+    fn a_planted_wrong_row_is_found_and_belongs_to_the_first_policy() {
+        let report = run(DemoConfig { plant_wrong_row: true, ..small() });
+        assert!(report.mismatches() > 0);
+        assert_eq!(report.first_mismatch().unwrap().0, ServingPolicy::Hotpage);
+        assert_eq!(report.policies[1].engine.verdict.mismatches, 0);
+    }
+
+    #[test]
+    fn drafts_and_other_modes_serve_the_same_turns() {
+        for num_draft_tokens in [0, 3] {
+            let config = DemoConfig {
+                num_draft_tokens,
+                host_layout: HostLayout::LayerMajor,
+                host_copy: HostCopy::Spilled,
+                release_point: ReleasePoint::Completed,
+                num_ranks: 3,
+                system_tokens: 40,
+                policies: vec![ServingPolicy::Hotpage],
+                ..small()
+            };
+            let report = run(config);
+            assert_eq!((report.mismatches(), report.leaked_blocks()), (0, 0));
+            assert_eq!(report.policies[0].engine.rejected_rows > 0, num_draft_tokens > 0);
+        }
+    }
+
+    #[test]
+    fn a_given_workload_of_uneven_conversations_is_served_as_it_is() {
+        let turn = |prompt_tokens, output_tokens| Turn { prompt_tokens, output_tokens };
+        let workload = vec![
+            Conversation { turns: vec![turn(700, 40), turn(3, 1)] },
+            Conversation { turns: vec![turn(1, 1)] },
+            Conversation { turns: vec![turn(20, 300), turn(500, 2), turn(1, 60)] },
+        ];
+        let report = run(DemoConfig { workload, ..small() });
+        assert_eq!((report.mismatches(), report.leaked_blocks()), (0, 0));
+        assert!(report.policies.iter().all(|policy| policy.engine.finished == 6));
+    }
+
+    #[test]
+    fn settings_that_cannot_work_are_refused_with_one_sentence() {
+        let error = |config| Demo::new(config).map(|_| ()).unwrap_err().to_string();
+        let tiny = error(DemoConfig { gpu_pool_bytes: Some(1 << 20), ..small() });
+        assert!(tiny.starts_with("the GPU pool has 23 blocks, one request needs "), "{tiny}");
+        let tiny = error(DemoConfig { host_pool_bytes: Some(1 << 20), ..small() });
+        assert!(tiny.starts_with("the host pool has 15 blocks, one request needs "), "{tiny}");
+        let none = error(DemoConfig { gpu_pool_bytes: Some(0), ..small() });
+        assert!(none.contains("gpu_blocks is 0, expected at least 2"), "{none}");
+        let huge = error(DemoConfig { gpu_pool_bytes: Some(u64::MAX), ..small() });
+        assert!(
+            huge.starts_with("GPU pool MiB is 17592186044415, expected at most 65536"),
+            "{huge}"
+        );
+        for scale in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(error(DemoConfig { scale, ..small() }).starts_with("scale"), "{scale}");
+        }
+        let none = error(DemoConfig { num_conversations: 0, ..small() });
+        assert!(none.starts_with("conversations is 0, expected at least 1"), "{none}");
+        let narrow = error(DemoConfig { hot_rows: Some(16), top_k: Some(32), ..small() });
+        assert!(narrow.starts_with("hot_rows is 16, expected at least 32"), "{narrow}");
+        let odd = error(DemoConfig { row_bytes: 652, ..small() });
+        assert!(odd.starts_with("row_bytes is 652, expected a positive multiple of 16"), "{odd}");
+        for block_size in [0, 2_000] {
+            let odd = error(DemoConfig { block_size, ..small() });
+            assert!(odd.starts_with("block_size is "), "{odd}");
+        }
+        let empty = DemoConfig { workload: vec![Conversation::default()], ..small() };
+        assert!(error(empty).starts_with("turns of a conversation is 0"));
+        assert!(error(DemoConfig { num_ranks: 0, ..small() }).starts_with("num_ranks is 0"));
+        let many = error(DemoConfig { num_draft_tokens: u32::MAX, ..small() });
+        assert!(many.starts_with("hot_rows is "), "{many}");
+    }
 }

@@ -5,6 +5,7 @@
 use super::{ConversationId, Engine, ServingPolicy};
 use crate::error::Result;
 use crate::ids::{PageIndex, RequestId};
+use crate::sim::worker::Acks;
 use crate::step::{FreeReason, StepPlan, TransferKind};
 
 /// What is kept of a freed request until its last transfer has ended.
@@ -212,9 +213,8 @@ impl Engine {
         for &(request, page) in &self.acks.mirror_lost {
             self.coordinator.on_mirror_lost(request, page)?;
         }
-        self.coordinator.on_transfers_enqueued(&self.acks.enqueued)?;
-        self.coordinator.on_transfers_completed(&self.acks.completed)?;
-        self.coordinator.on_transfers_failed(&self.acks.failed)
+        let Acks { enqueued, completed, failed, .. } = &self.acks;
+        self.coordinator.on_worker_output(enqueued, completed, failed)
     }
 
     /// Counts the step's rows, ends turns, and takes requests back whose pages were lost.

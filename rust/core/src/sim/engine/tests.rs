@@ -144,7 +144,6 @@ fn rejected_drafts_are_never_read_later() {
         };
         let report = run_clean(drafts, 8);
         assert!(report.rejected_rows > 50, "{policy}: {report:?}");
-        assert_eq!(report.decoded_tokens + report.rejected_rows > 384, true);
     }
 }
 
@@ -304,5 +303,25 @@ fn the_smallest_pools_that_are_accepted_still_serve_everything() {
         let host = (2..400).find(|&host| accepted(400, host).is_some()).unwrap();
         let report = run_clean(accepted(gpu, host).unwrap(), 4);
         assert_eq!(report.leased_blocks, 0);
+    }
+}
+
+#[test]
+fn a_lost_row_that_landed_before_as_a_rejected_draft_is_still_lost() {
+    // Its bit in the mirror mask is set; these seeds lose one in the step that seals its page.
+    for seed in [31, 36, 37] {
+        for release_point in [ReleasePoint::Enqueued, ReleasePoint::Completed] {
+            let config = EngineConfig {
+                seed,
+                mirror_loss_ppm: 40_000,
+                num_draft_tokens: 3,
+                acceptance_ppm: 300_000,
+                hot_rows: 80,
+                gpu_blocks: 240,
+                release_point,
+                ..config(ServingPolicy::Hotpage)
+            };
+            run_clean(config, 6);
+        }
     }
 }

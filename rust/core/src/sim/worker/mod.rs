@@ -12,6 +12,7 @@ mod attend;
 mod batch;
 mod check;
 mod fault;
+mod mirror;
 mod tables;
 
 pub use acks::{Acks, MAX_COMPLETE_STEPS, MAX_ENQUEUE_STEPS};
@@ -23,8 +24,7 @@ use smallvec::SmallVec;
 
 use crate::config::ReleasePoint;
 use crate::dataplane::{
-    ByteStores, Counters, InvalidateScratch, MirrorMask, MirrorTokens, ResolveScratch, Resolved,
-    invalidate,
+    ByteStores, Counters, InvalidateScratch, MirrorMask, ResolveScratch, Resolved, invalidate,
 };
 use crate::error::{ProtocolFault, Result};
 use crate::geometry::Geometry;
@@ -32,7 +32,7 @@ use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId, TransferId};
 use crate::index_group::{IndexGroup, IndexGroupTopology};
 use crate::sim::rng::{SplitMix64, derive};
 use crate::sim::topk::TopkParams;
-use crate::step::{StepPlan, TransferKind};
+use crate::step::{StepPlan, TransferAck, TransferKind};
 
 use acks::{AckQueue, InFlight, Stage};
 use attend::Staging;
@@ -135,6 +135,8 @@ pub struct Worker {
     fault: Planted,
     step: u64,
     mirror_lost: Vec<(RequestId, PageIndex)>,
+    /// Host blocks of the pages that lost a row in this step.
+    lost_host_blocks: Vec<HostBlockId>,
     resolve_scratch: ResolveScratch,
     resolved: Resolved,
     invalidate_scratch: InvalidateScratch,
@@ -177,6 +179,7 @@ impl Worker {
             fault: Planted::new(config.fault),
             step: 0,
             mirror_lost: Vec::new(),
+            lost_host_blocks: Vec::new(),
             resolve_scratch: ResolveScratch::default(),
             resolved: Resolved::default(),
             invalidate_scratch: InvalidateScratch::default(),
@@ -259,7 +262,7 @@ impl Worker {
         acks.mirror_lost.append(&mut self.mirror_lost);
         for (stage, id) in self.acks.take_due(self.step) {
             let Some(transfer) = self.acks.get_mut(id) else { continue };
-            let ack = crate::step::TransferAck { transfer: TransferId(id), count: 1 };
+            let ack = TransferAck { transfer: TransferId(id), count: 1 };
             let (moves_at, last) = match stage {
                 Stage::Enqueued => {
                     transfer.enqueued += 1;
@@ -304,7 +307,9 @@ impl Worker {
         }
         for &block in &plan.recycled_host_blocks {
             self.mask.clear(HostBlockId(block))?;
-            self.poison_host_block(HostBlockId(block));
+            for token in 0..self.geometry.block_size() {
+                self.poison_host_row(HostBlockId(block), token);
+            }
         }
         let waits = self.fault.waits(Fault::StaleHotSlots);
         if !waits {
@@ -313,13 +318,11 @@ impl Worker {
         Ok(())
     }
 
-    fn poison_host_block(&mut self, block: HostBlockId) {
+    fn poison_host_row(&mut self, block: HostBlockId, token: u32) {
         let row_bytes = self.geometry.row_bytes() as usize;
         for &layer in self.geometry.layers() {
-            for token in 0..self.geometry.block_size() {
-                let at = offset(self.geometry.host_row_offset(layer, block, token));
-                self.host[at..at + row_bytes].fill(POISON);
-            }
+            let at = offset(self.geometry.host_row_offset(layer, block, token));
+            self.host[at..at + row_bytes].fill(POISON);
         }
     }
 
@@ -419,55 +422,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Copies the step's rows to the host pool, drafts included: whatever is rejected is written
-    /// again before its page is sealed.
-    fn mirror(&mut self, batch: &Batch) -> Result<()> {
-        let layers: Vec<u32> = (0..self.geometry.num_layers()).collect();
-        let mut host_row = batch.host_row.clone();
-        self.lose_rows(batch, &mut host_row);
-        let unmirrored = self.find_unmirrored(batch);
-        let tokens = MirrorTokens { resident_slot: &batch.slot_mapping, host_row: &host_row };
-        let mut stores = ByteStores::new(&self.geometry, &mut self.gpu, &mut self.host)?;
-        let report = stores.mirror_rows(&layers, tokens, &mut self.mask)?;
-        self.traffic.mirrored +=
-            report.copied * u64::from(self.geometry.num_layers() * self.geometry.row_bytes());
-        if let Some(row) = unmirrored {
-            let bs = i64::from(self.geometry.block_size());
-            let row_bytes = self.geometry.row_bytes() as usize;
-            for &layer in self.geometry.layers() {
-                let (block, token) = (HostBlockId((row / bs) as i32), (row % bs) as u32);
-                let at = offset(self.geometry.host_row_offset(layer, block, token));
-                self.host[at..at + row_bytes].fill(POISON);
-            }
-        }
-        self.invalidate(&batch.host_row, &[]);
-        Ok(())
-    }
-
-    /// Draws tokens whose rows do not reach the host pool, and notes their pages.
-    fn lose_rows(&mut self, batch: &Batch, host_row: &mut [i64]) {
-        if self.mirror_loss_ppm == 0 {
-            return;
-        }
-        let bs = self.geometry.block_size();
-        for item in &batch.items {
-            for at in 0..item.num_scheduled {
-                if self.rng.below(1_000_000) < self.mirror_loss_ppm {
-                    host_row[item.first_token + at as usize] = -1;
-                    let page = PageIndex((item.num_computed + at) / bs);
-                    self.mirror_lost.push((item.request, page));
-                }
-            }
-        }
-    }
-
-    /// Host row of some request's first token, which every later row attends to.
-    fn find_unmirrored(&mut self, batch: &Batch) -> Option<i64> {
-        let first = batch.items.iter().find(|item| item.num_computed == 0)?;
-        let strikes = self.fault.strike(Fault::UnmirroredRow);
-        strikes.then(|| batch.host_row[first.first_token])
-    }
-
     fn track_transfers(&mut self, plan: &StepPlan) -> Result<()> {
         let groups = self.geometry.num_kv_groups() as usize;
         let list = &plan.transfers;
@@ -479,7 +433,11 @@ impl Worker {
                 TransferKind::Restore => self.num_ranks,
                 _ => self.num_host_writers,
             };
-            let known_bad = kind == TransferKind::Mirrored && !self.mask.is_full(host_block);
+            // A full mask is not enough: the row that was lost may have landed before, as a draft
+            // that was rejected since.
+            let has_hole =
+                !self.mask.is_full(host_block) || self.lost_host_blocks.contains(&host_block);
+            let known_bad = kind == TransferKind::Mirrored && has_hole;
             let fails =
                 known_bad || (is_spill && self.rng.below(1_000_000) < self.copy_failure_ppm);
             let transfer = InFlight {
