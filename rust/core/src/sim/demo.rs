@@ -518,6 +518,8 @@ mod tests {
         }
         let none = error(DemoConfig { num_conversations: 0, ..small() });
         assert!(none.starts_with("conversations is 0, expected at least 1"), "{none}");
+        let many = error(DemoConfig { num_conversations: u32::MAX, ..small() });
+        assert!(many.starts_with("conversations is 4294967295, expected at most 10000"), "{many}");
         let narrow = error(DemoConfig { hot_rows: Some(16), top_k: Some(32), ..small() });
         assert!(narrow.starts_with("hot_rows is 16, expected at least 32"), "{narrow}");
         let odd = error(DemoConfig { row_bytes: 652, ..small() });
@@ -530,6 +532,9 @@ mod tests {
         assert!(error(empty).starts_with("turns of a conversation is 0"));
         assert!(error(DemoConfig { num_ranks: 0, ..small() }).starts_with("num_ranks is 0"));
         let many = error(DemoConfig { num_draft_tokens: u32::MAX, ..small() });
-        assert!(many.starts_with("hot_rows is "), "{many}");
+        assert!(
+            many.starts_with("num_draft_tokens is 4294967295, expected at most 1000"),
+            "{many}"
+        );
     }
 }
