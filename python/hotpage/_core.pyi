@@ -8,6 +8,7 @@ of a plan are read-only views of the plan's bytes. G is the number of KV cache g
 Each event is all or nothing: a call that raises `ProtocolError` leaves the state as it was.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -347,6 +348,88 @@ class RequestInterner:
     def num_in_use(self) -> int: ...
     def __len__(self) -> int: ...
     def __contains__(self, name: str) -> bool: ...
+
+class PolicyReport(TypedDict):
+    """What one policy of a demonstration came to; bytes count indexer pages too."""
+
+    running_mean: float
+    running_max: int
+    bytes_gpu_to_host: int
+    bytes_host_to_gpu: int
+    hot_hit_rate: float | None
+    gpu_blocks: int
+    host_blocks: int
+    steps: int
+    busy_steps: int
+    arrived: int
+    finished: int
+    aborted: int
+    preemptions: int
+    lost_page_preemptions: int
+    prefilled_tokens: int
+    recomputed_tokens: int
+    decoded_tokens: int
+    rejected_rows: int
+    prefix_hit_tokens: int
+    failed_copies: int
+    leaked_blocks: int
+    rows_checked: int
+    mismatches: int
+    first_mismatch: str | None
+    states_seen: list[str]
+    traffic_bytes: dict[str, int]
+    refusals: dict[str, int]
+
+class DemoReport(TypedDict):
+    """What a demonstration came to; these two classes exist for type checkers only."""
+
+    rows_checked: int
+    mismatches: int
+    states_seen: list[str]
+    policies: dict[str, PolicyReport]
+
+@final
+class Demo:
+    """One workload served under each policy from the same memory, every attended row compared.
+
+    Settings that are not given suit the workload. Raises `ConfigError` or `CapacityError`.
+    `conversations` holds `(prompt_tokens, output_tokens)` of each turn of each conversation.
+    """
+
+    def __new__(
+        cls,
+        *,
+        conversations: Sequence[Sequence[tuple[int, int]]] | None = None,
+        scale: float | None = None,
+        num_conversations: int | None = None,
+        gpu_pool_bytes: int | None = None,
+        host_pool_bytes: int | None = None,
+        top_k: int | None = None,
+        hot_rows: int | None = None,
+        block_size: int | None = None,
+        row_bytes: int | None = None,
+        host_layout: Literal["row_interleaved", "layer_major"] | None = None,
+        host_copy: Literal["mirrored", "spilled"] | None = None,
+        release_point: Literal["enqueued", "completed"] | None = None,
+        num_ranks: int | None = None,
+        chunk_tokens: int | None = None,
+        num_draft_tokens: int | None = None,
+        system_tokens: int | None = None,
+        stagger_steps: int | None = None,
+        think_steps: int | None = None,
+        seed: int | None = None,
+        plant_wrong_row: bool | None = None,
+        policies: Sequence[Literal["hotpage", "preempt", "offload"]] | None = None,
+    ) -> Demo: ...
+    def advance(self, max_steps: int) -> bool:
+        """Runs up to `max_steps` steps without holding the interpreter; True when it is done."""
+    @property
+    def policy(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def fraction(self) -> float: ...
+    def report(self) -> DemoReport: ...
 
 def _sample_errors() -> list[tuple[str, Any]]:
     """One exception of each family of core errors, by the family's name; for tests."""

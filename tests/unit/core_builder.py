@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from hotpage import _core
 
 Int32 = npt.NDArray[np.int32]

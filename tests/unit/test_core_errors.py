@@ -10,6 +10,7 @@ from typing import Any
 import core_builder as build
 import numpy as np
 import pytest
+
 from hotpage import _core, errors
 
 HUGE = 2**31 - 1

@@ -8,6 +8,7 @@ import pickle
 import core_builder as build
 import numpy as np
 import pytest
+
 from hotpage import _core
 from hotpage.errors import ProtocolError
 

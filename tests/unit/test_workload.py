@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from hotpage.errors import ConfigError
 from hotpage.workload import Conversation, Turn, count_by_bytes, load_conversations, load_tokenizer
 

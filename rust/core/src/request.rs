@@ -65,8 +65,9 @@ pub struct RequestState {
     pub num_transfers: u32,
     /// First page that was in the tail when pages were last released.
     pub tail_seen: u32,
-    /// Host leases of completed pages beyond a gap in the durable prefix, while draining.
-    pub drained: Vec<(PageIndex, Lease)>,
+    /// Host leases of durable pages beyond a gap in the durable prefix: they are to be published
+    /// when the gap closes, even if the request has ended by then.
+    pub beyond_gap: Vec<(PageIndex, Lease)>,
     /// True while the request waits in the publication list.
     pub publish_queued: bool,
 }
@@ -96,7 +97,7 @@ impl RequestState {
             import_tokens: None,
             num_transfers: 0,
             tail_seen: 0,
-            drained: Vec::new(),
+            beyond_gap: Vec::new(),
             publish_queued: false,
         }
     }
@@ -220,6 +221,18 @@ impl RequestState {
         } else {
             self.durable_prefix = self.durable_prefix.min(page.0);
         }
+    }
+
+    /// Takes the leases of pages below `prefix` from those beyond a gap.
+    pub fn take_beyond_gap(&mut self, prefix: u32) -> Vec<Lease> {
+        if self.beyond_gap.is_empty() {
+            return Vec::new();
+        }
+        let leases = core::mem::take(&mut self.beyond_gap);
+        let (ended, kept): (Vec<_>, Vec<_>) =
+            leases.into_iter().partition(|(page, _)| page.0 < prefix);
+        self.beyond_gap = kept;
+        ended.into_iter().map(|(_, lease)| lease).collect()
     }
 
     /// True if every writer has completed the page's host copy.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the Python module `hotpage._core`; it contains no decision about paging.
 
-#![deny(unsafe_op_in_unsafe_fn)]
+#![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod blob;
 mod buffer;
 mod coordinator;
+mod demo;
 mod error;
 mod events;
 mod interner;
@@ -22,6 +23,8 @@ mod _core {
 
     #[pymodule_export]
     use super::coordinator::{PyAdmissionCost, PyCoordinator};
+    #[pymodule_export]
+    use super::demo::PyDemo;
     #[pymodule_export]
     use super::error::_sample_errors;
     #[pymodule_export]

@@ -235,38 +235,31 @@ impl Coordinator {
 
     fn end_host_lease(&mut self, lease: Lease, request: RequestId, page: PageIndex) {
         if let Some(state) = self.slot(request) {
-            let publishes = state.phase == Phase::Draining { publish: true };
-            if publishes && page.0 >= state.durable_prefix {
-                // Freed now, the block would be lost before the gap in front of it has closed.
-                state.drained.push((page, lease));
+            let publishes = state.phase != Phase::Draining { publish: false };
+            if publishes && state.is_durable(page) && page.0 >= state.durable_prefix {
+                // Freed now, the block would be lost if the request ended before the gap in front
+                // of the page has closed.
+                state.beyond_gap.push((page, lease));
                 return;
             }
         }
         self.free_host_lease(lease);
     }
 
-    fn free_host_lease(&mut self, lease: Lease) {
+    pub(super) fn free_host_lease(&mut self, lease: Lease) {
         for &block in lease.blocks() {
             self.remove_host_user(block);
         }
         lease.release(&mut self.pending.free_host);
     }
 
-    /// Frees what a freed request still leases, as far as it is published, and retires it after
-    /// its last transfer.
+    /// Frees the host leases of pages in front of which the gap has closed, and retires a freed
+    /// request after its last transfer.
     fn end_drain(&mut self, request: RequestId) {
         let Some(state) = self.slot(request) else { return };
-        if state.phase == Phase::Live {
-            return;
-        }
-        let done = state.num_transfers == 0;
+        let done = state.phase != Phase::Live && state.num_transfers == 0;
         let prefix = state.durable_prefix;
-        let mut kept = Vec::new();
-        let mut ended = Vec::new();
-        for (page, lease) in core::mem::take(&mut state.drained) {
-            if done || page.0 < prefix { ended.push(lease) } else { kept.push((page, lease)) }
-        }
-        state.drained = kept;
+        let ended = state.take_beyond_gap(if done { u32::MAX } else { prefix });
         for lease in ended {
             self.free_host_lease(lease);
         }
