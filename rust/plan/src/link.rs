@@ -39,8 +39,8 @@ pub fn copy_gbps(link_gbps: f64, layout: HostLayout, layers: u64) -> f64 {
 pub const PUBLISHED_MISSES: [(f64, f64); 3] = [(1.0, 0.300), (2.0, 0.134), (4.0, 0.067)];
 
 /// Hit rate to expect of `hot_rows`: the published figures, between them a straight line in
-/// logarithms, beyond them the last. With speculation the rows that one verification row may call
-/// its own are what counts, since a step's rows share the region.
+/// logarithms, beyond them the last. Speculation changes nothing here: a step's verification rows
+/// select mostly the same tokens, and references are counted for each of them.
 #[must_use]
 pub fn expected_hit_rate(hot_rows: u64, top_k: u64) -> f64 {
     let ratio = hot_rows as f64 / top_k as f64;

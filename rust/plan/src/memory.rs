@@ -22,7 +22,7 @@ pub(crate) fn bytes(gib: f64) -> u64 {
 
 /// Bytes of the workspace in which vLLM 0.33 gathers a prefill's context for sparse attention:
 /// `factor x max_model_len` rows of 576 bf16 values, with a factor of 5 up to 256K tokens and 2
-/// beyond. The indexer's gather shares it.
+/// beyond.
 #[must_use]
 pub fn prefill_workspace_bytes(max_model_len: u64) -> u64 {
     workspace_factor(max_model_len) * max_model_len * 576 * 2
@@ -84,12 +84,17 @@ impl GpuMemory {
 
     /// Bytes for KV on one GPU if the engine admits `max_model_len` tokens; 0 if nothing is left.
     #[must_use]
-    pub fn kv_bytes(&self, tp: u64, max_model_len: u64) -> u64 {
+    pub fn kv_bytes(&self, tp: u64, max_model_len: u64, tokens_per_indexer_row: u64) -> u64 {
         if let Some(kv_gib) = self.kv_gib {
             return bytes(kv_gib);
         }
-        let before = prefill_workspace_bytes(RUNTIME_MODEL_LEN);
-        let beyond = prefill_workspace_bytes(max_model_len).saturating_sub(before);
+        // Attention and indexer use one workspace one after the other.
+        let workspace = |tokens: u64| {
+            let indexer = indexer_workspace_bytes(tokens, tokens_per_indexer_row);
+            prefill_workspace_bytes(tokens).max(indexer)
+        };
+        // What it takes at the published length is part of the published reserve.
+        let beyond = workspace(max_model_len).saturating_sub(workspace(RUNTIME_MODEL_LEN));
         let left = self.hbm_gib * self.utilization
             - self.weights_gib / tp as f64
             - self.runtime_gib

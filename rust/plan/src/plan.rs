@@ -129,8 +129,7 @@ pub struct Plan {
     pub packing: Packing,
     /// Hit rate that the link times assume.
     pub hit_rate: f64,
-    /// Host memory that the pools of all replicas take on one host after another, in GiB: ranks of
-    /// a replica share one pool.
+    /// Host memory of all replicas' pools together, in GiB; the ranks of a replica share one pool.
     pub host_physical_gib: Option<f64>,
     /// Host blocks of one replica.
     pub host_blocks: Option<u64>,
@@ -277,7 +276,8 @@ impl<'a> Machine<'a> {
     }
 
     fn kv_bytes(&self, tokens: u64) -> u64 {
-        self.inputs.memory.kv_bytes(self.tp, self.admitted(tokens))
+        let Inputs { memory, model, .. } = self.inputs;
+        memory.kv_bytes(self.tp, self.admitted(tokens), model.tokens_per_indexer_row)
     }
 
     /// Requests of one replica: ordinary, and hotpage as [`Limits`].
