@@ -174,7 +174,9 @@ fn published_bytes_of_hot_rows_and_of_a_request() {
 fn published_running_requests_of_glm_on_eight_h200() {
     // The published server: TP8, FP8 KV, MTP 3, batches of 32,768 tokens, 142,000 admitted. Its
     // conversations begin with 74,160 tokens and end, 12 turns of 753 + 220 later, with 85,836
-    // before the last output. No constant here was chosen after looking at the outcome.
+    // before the last output. Memory is what the driver reports, because vLLM multiplies that; with
+    // 141 decimal gigabytes, as the published calculator reads the product's name, the same 15 GiB
+    // reserve leaves 17.9 instead of 26.2 GiB and gives 4 and 14 to 15, under the measured ranges.
     let mut run = inputs(glm(FP8));
     run.mtp = 3;
     run.batched_tokens = 32_768;
