@@ -26,6 +26,11 @@ const MAX_POOL_BYTES: u64 = 64 << 30;
 /// Most bytes that the default host pool takes.
 const MAX_DEFAULT_HOST_BYTES: u64 = 1 << 30;
 
+/// Most conversations: each has tables of its own, and a demonstration should end.
+const MAX_CONVERSATIONS: u32 = 10_000;
+/// Most draft tokens, so that no product with top-k wraps.
+const MAX_DRAFT_TOKENS: u32 = 1_000;
+
 /// Settings of a demonstration. `None` takes what suits the workload.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DemoConfig {
@@ -190,6 +195,10 @@ impl Demo {
     /// # Errors
     /// `Config` for a setting out of bounds, `Capacity` for a pool that cannot hold one request.
     pub fn new(config: DemoConfig) -> Result<Self> {
+        let files = u32::try_from(config.workload.len()).unwrap_or(u32::MAX);
+        let served = if files > 0 { files } else { config.num_conversations };
+        at_most("conversations", served, MAX_CONVERSATIONS, "serve fewer")?;
+        at_most("num_draft_tokens", config.num_draft_tokens, MAX_DRAFT_TOKENS, "draft fewer")?;
         let conversations = conversations(&config)?;
         let policies = config.policies.iter().enumerate();
         let engines = policies
@@ -385,6 +394,14 @@ fn default_pool_bytes(
     (gpu * per_page * unit.block_bytes(), host * host_bytes)
 }
 
+fn at_most(name: &'static str, got: u32, bound: u32, remedy: &'static str) -> Result<()> {
+    if got <= bound {
+        return Ok(());
+    }
+    let expected = Expected::AtMost(i64::from(bound));
+    Err(Error::Config { name, got: i64::from(got), expected, remedy })
+}
+
 fn num_blocks(name: &'static str, bytes: u64, block_bytes: u64) -> Result<u32> {
     if bytes > MAX_POOL_BYTES {
         return Err(Error::Config {
@@ -506,6 +523,8 @@ mod tests {
         }
         let none = error(DemoConfig { num_conversations: 0, ..small() });
         assert!(none.starts_with("conversations is 0, expected at least 1"), "{none}");
+        let many = error(DemoConfig { num_conversations: u32::MAX, ..small() });
+        assert!(many.starts_with("conversations is 4294967295, expected at most 10000"), "{many}");
         let narrow = error(DemoConfig { hot_rows: Some(16), top_k: Some(32), ..small() });
         assert!(narrow.starts_with("hot_rows is 16, expected at least 32"), "{narrow}");
         let odd = error(DemoConfig { row_bytes: 652, ..small() });
@@ -518,6 +537,9 @@ mod tests {
         assert!(error(empty).starts_with("turns of a conversation is 0"));
         assert!(error(DemoConfig { num_ranks: 0, ..small() }).starts_with("num_ranks is 0"));
         let many = error(DemoConfig { num_draft_tokens: u32::MAX, ..small() });
-        assert!(many.starts_with("hot_rows is "), "{many}");
+        assert!(
+            many.starts_with("num_draft_tokens is 4294967295, expected at most 1000"),
+            "{many}"
+        );
     }
 }
