@@ -93,13 +93,13 @@ impl CoordinatorConfig {
     /// Blocks of one hot region over all hot groups.
     #[must_use]
     pub fn hot_region_blocks(&self) -> u32 {
-        self.hot_blocks_per_group() * self.num_kv_groups
+        self.hot_blocks_per_group().saturating_mul(self.num_kv_groups)
     }
 
     /// GPU blocks that one resident page takes, other groups counted.
     #[must_use]
     pub fn gpu_blocks_per_page(&self) -> u32 {
-        self.num_kv_groups + self.other_blocks_per_page
+        self.num_kv_groups.saturating_add(self.other_blocks_per_page)
     }
 
     /// Free GPU blocks under which requests give up residency.

@@ -137,6 +137,16 @@ pub enum ProtocolFault {
         /// The id in the event.
         request: RequestId,
     },
+    /// The request's block table would be longer than positions can be counted.
+    #[error("request {request} would hold {pages} pages, expected at most {limit}")]
+    TooManyPages {
+        /// The request.
+        request: RequestId,
+        /// Pages with this event.
+        pages: usize,
+        /// Most pages that a request can have.
+        limit: u32,
+    },
     /// No transfer with this id is in flight: unknown, or acknowledged in full before.
     #[error("transfer {transfer} is unknown or was completed before")]
     UnknownTransfer {

@@ -30,6 +30,8 @@ pub mod sim;
 pub mod spill;
 pub mod stats;
 pub mod step;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use coordinator::Coordinator;
 pub use error::{Error, Result};

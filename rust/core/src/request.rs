@@ -14,7 +14,7 @@ use crate::residency::ResidenceId;
 const NUM_STATES: usize = PageState::Importing as usize + 1;
 
 /// Where an admission is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Takes events.
     Live,
@@ -26,7 +26,8 @@ pub enum Phase {
 }
 
 /// One admission.
-#[derive(Debug)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Hash)]
 pub struct RequestState {
     /// Life-cycle phase.
     pub phase: Phase,
@@ -70,6 +71,11 @@ pub struct RequestState {
     pub beyond_gap: Vec<(PageIndex, Lease)>,
     /// True while the request waits in the publication list.
     pub publish_queued: bool,
+    /// Restores and host copies, planned or waiting for a plan, that have not completed: the
+    /// request reads rows that nobody has vouched for.
+    pub unconfirmed_reads: u32,
+    /// True once a page was lost: rows computed since may have been computed from bad ones.
+    pub tainted: bool,
 }
 
 impl RequestState {
@@ -99,6 +105,8 @@ impl RequestState {
             tail_seen: 0,
             beyond_gap: Vec::new(),
             publish_queued: false,
+            unconfirmed_reads: 0,
+            tainted: false,
         }
     }
 
@@ -142,13 +150,20 @@ impl RequestState {
     }
 
     /// Pages outside the tail that a hot region would let the request give up, now or when their
-    /// copies complete. The tail may hold clean pages; they are taken off in full.
+    /// copies complete.
     #[must_use]
     pub fn num_releasable(&self) -> u32 {
-        (self.count(PageState::Clean)
-            + self.count(PageState::Enqueued)
-            + self.count(PageState::Spilling))
-        .saturating_sub(TAIL_PAGES)
+        self.count_outside_tail(&[PageState::Clean, PageState::Enqueued, PageState::Spilling])
+    }
+
+    /// Pages outside the tail in one of `states`.
+    #[must_use]
+    pub fn count_outside_tail(&self, states: &[PageState]) -> u32 {
+        let all: u32 = states.iter().map(|&state| self.count(state)).sum();
+        let tail = (self.tail_start()..self.num_pages()).map(PageIndex);
+        let in_tail = tail.filter(|&page| self.state(page).is_some_and(|s| states.contains(&s)));
+        // OK because the tail has TAIL_PAGES pages at most.
+        all - in_tail.count() as u32
     }
 
     /// Appends a page.
@@ -239,6 +254,15 @@ impl RequestState {
     #[must_use]
     pub fn is_durable(&self, page: PageIndex) -> bool {
         self.durable.contains(page.index())
+    }
+
+    /// True if durable pages may be found by others: the request is not gone for good, and every
+    /// row that its pages were computed from is known to be good.
+    #[must_use]
+    pub fn may_publish(&self) -> bool {
+        self.phase != Phase::Draining { publish: false }
+            && !self.tainted
+            && self.unconfirmed_reads == 0
     }
 
     /// Sets the "copy whole" bit of a page; true if it was clear.

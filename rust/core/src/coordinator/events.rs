@@ -96,6 +96,10 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.hot = HotRegion::Granted(Lease::adopt(blocks));
         }
+        for &block in blocks {
+            // OK because check_fresh_blocks proved the index to be in range.
+            self.hot_blocks.insert(block as usize);
+        }
         self.pending.release.push(request);
         Ok(())
     }
@@ -142,7 +146,9 @@ impl Coordinator {
     /// With `resident_blocks` `[G]` the page is also restored into them, writable.
     ///
     /// # Errors
-    /// Protocol faults for unknown requests, pages that are not host-only, bad or held blocks.
+    /// Protocol faults for unknown requests, pages that are not host-only, pages whose host copy
+    /// is not complete (one that was redirected just now), bad or held blocks; nothing has changed
+    /// then.
     pub fn on_host_block_redirected(
         &mut self,
         request: RequestId,
@@ -151,7 +157,8 @@ impl Coordinator {
         resident_blocks: Option<&[i32]>,
     ) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page) != Some(PageState::HostOnly) {
+        let state = self.live(request)?;
+        if state.state(page) != Some(PageState::HostOnly) || !state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         let stamp = self.next_stamp();
@@ -166,18 +173,22 @@ impl Coordinator {
 
     /// A worker found that a row of the page never reached the host pool by mirroring (a step
     /// whose mirror did not run, a slot without a host row): the page is copied whole instead of
-    /// being acknowledged, and never published on the strength of mirrored rows.
+    /// being acknowledged, and never published on the strength of mirrored rows. An
+    /// acknowledgement that is under way counts as failed.
     ///
     /// # Errors
-    /// `UnknownRequest`, or `WrongPageState` past the end of the block table.
+    /// `UnknownRequest`; `WrongPageState` past the end of the block table, and for a page that
+    /// every writer has vouched for already: losses must be reported first.
     pub fn on_mirror_lost(&mut self, request: RequestId, page: PageIndex) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page).is_none() {
+        let state = self.live(request)?;
+        if state.state(page).is_none() || state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         if let Some(state) = self.slot(request) {
             state.set_needs_copy(page);
         }
+        self.transfers.fail_mirrored(request, page);
         Ok(())
     }
 
@@ -211,6 +222,7 @@ impl Coordinator {
             Prefix::Gpu => resident.len() / groups,
             Prefix::Host | Prefix::Import { .. } => host.len(),
         };
+        self.check_num_pages(request, pages)?;
         if pages == 0 && resident.is_empty() && host.is_empty() {
             return Ok(());
         }
@@ -222,8 +234,8 @@ impl Coordinator {
                 }
                 check_len("host blocks", host.len(), 0)?;
                 check_len("resident blocks", resident.len(), pages * groups)?;
-                for &block in resident {
-                    self.check_block(block)?;
+                for (page, blocks) in resident.chunks_exact(groups).enumerate() {
+                    self.check_gpu_prefix_blocks(PageIndex(page as u32), blocks)?;
                 }
                 Ok(())
             }
@@ -232,7 +244,8 @@ impl Coordinator {
                 for (page, &block) in host.iter().enumerate() {
                     self.check_host_block(block)?;
                     if let Some(blocks) = page_blocks(resident, page, groups) {
-                        self.check_prefix_blocks(HostBlockId(block), blocks, stamp)?;
+                        let index = PageIndex(page as u32);
+                        self.check_prefix_blocks(index, HostBlockId(block), blocks, stamp)?;
                     }
                 }
                 Ok(())
@@ -255,6 +268,15 @@ impl Coordinator {
         }
     }
 
+    /// Positions are counted in 31 bits where they cross to Python.
+    fn check_num_pages(&self, request: RequestId, pages: usize) -> Result<(), ProtocolFault> {
+        let limit = i32::MAX.unsigned_abs() / self.config.block_size;
+        if pages > limit as usize {
+            return Err(ProtocolFault::TooManyPages { request, pages, limit });
+        }
+        Ok(())
+    }
+
     fn check_prefix_lengths(&self, pages: usize, resident: &[i32]) -> Result<()> {
         if self.config.host_copy == HostCopy::None {
             return Err(ProtocolFault::NotConfigured { what: "a host pool" }.into());
@@ -267,12 +289,37 @@ impl Coordinator {
     }
 
     /// A page of a host prefix may bring the blocks of a readable copy, or fresh ones.
-    fn check_prefix_blocks(&mut self, host: HostBlockId, blocks: &[i32], stamp: u64) -> Result<()> {
+    fn check_prefix_blocks(
+        &mut self,
+        page: PageIndex,
+        host: HostBlockId,
+        blocks: &[i32],
+        stamp: u64,
+    ) -> Result<()> {
         let id = self.residences.of_host_block(host);
-        if !id.is_none() && self.residences.blocks(id) == blocks {
+        let same_page = self.residences.get(id).is_some_and(|residence| residence.page == page);
+        if same_page && self.residences.blocks(id) == blocks {
             return Ok(());
         }
         self.check_fresh_blocks(blocks, stamp)
+    }
+
+    /// Blocks of the engine's own prefix cache: a page that somebody reads at the same position, or
+    /// blocks that belong to no page.
+    fn check_gpu_prefix_blocks(&self, page: PageIndex, blocks: &[i32]) -> Result<()> {
+        for &block in blocks {
+            self.check_block(block)?;
+            let id = self.residences.of_block(BlockId(block));
+            let known = self.residences.get(id);
+            let same = known.is_none_or(|residence| {
+                residence.page == page && self.residences.blocks(id) == blocks
+            });
+            // OK because check_block proved the index to be in range.
+            if !same || self.hot_blocks.contains(block as usize) {
+                return Err(ProtocolFault::BlockHeld { block: BlockId(block) }.into());
+            }
+        }
+        Ok(())
     }
 
     fn check_allocated(&mut self, pages: &PagesAllocated<'_>, stamp: u64) -> Result<()> {
@@ -289,6 +336,7 @@ impl Coordinator {
         let groups = self.config.num_kv_groups as usize;
         let count = pages.resident_blocks.len() / groups;
         check_len("resident blocks", pages.resident_blocks.len(), count * groups)?;
+        self.check_num_pages(request, count.saturating_add(expected.index()))?;
         let host_expected = if self.config.host_copy == HostCopy::None { 0 } else { count };
         check_len("host blocks", pages.host_blocks.len(), host_expected)?;
         for &block in pages.host_blocks {
@@ -311,7 +359,8 @@ impl Coordinator {
         for &block in blocks {
             self.check_block(block)?;
             let id = BlockId(block);
-            if !self.residences.of_block(id).is_none() {
+            let hot = self.hot_blocks.contains(block as usize);
+            if hot || !self.residences.of_block(id).is_none() {
                 return Err(ProtocolFault::BlockHeld { block: id }.into());
             }
             // OK because check_block proved the index to be in range.
@@ -382,7 +431,7 @@ impl Coordinator {
         if index >= self.requests.len() {
             self.requests.resize_with(index + 1, || None);
         }
-        self.requests[index] = Some(state);
+        self.requests[index] = Some(Box::new(state));
         self.num_live += 1;
         self.stats.admitted += 1;
         self.lru.touch(request);
@@ -411,6 +460,9 @@ impl Coordinator {
                         && self.residences.blocks(self.residences.of_host_block(host)) == blocks;
                     let id = self.share_or_insert(blocks, host, page, a.request);
                     if !shared {
+                        // Nobody else may read the blocks before the restore has completed.
+                        self.residences.unlink(id);
+                        state.unconfirmed_reads += 1;
                         let rows = self.config.block_size;
                         self.pending.restores.push((a.request, page, rows));
                     }
@@ -506,6 +558,7 @@ impl Coordinator {
             state.sealed = page.0;
             let rows = landed - page.0 * block_size;
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, rows));
         }
         for block in dropped {
@@ -536,12 +589,14 @@ impl Coordinator {
             HostBlockId(core::mem::replace(&mut state.host_blocks[page.index()], host_block.0));
         state.set_durable(page, false);
         state.published = state.published.min(page.0);
+        state.unconfirmed_reads += 1;
         if !id.is_none() {
             let _ = state.apply(request, page, PageEvent::TailRestored);
             state.residences[page.index()] = id;
             state.set_needs_copy(page);
             state.sealed = state.sealed.min(page.0);
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, block_size));
         }
         self.pending.host_copies.push((request, page, source));

@@ -91,13 +91,14 @@ impl Coordinator {
 
     fn after_enqueue(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.get(id) else { return };
-        // A copy that is known to have failed frees nothing: the GPU copy is the only good one.
-        if transfer.enqueued < transfer.required || transfer.failed {
+        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
+        // A copy that is known to be bad leaves the GPU copy the only one. A restore keeps its
+        // blocks until it has completed, when it is known whether others may read them.
+        if transfer.enqueued < transfer.required || transfer.failed || !is_spill {
             return;
         }
         let (request, page, residence) = (transfer.request, transfer.page, transfer.residence);
-        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
-        if is_spill && self.live(request).is_ok() {
+        if self.live(request).is_ok() {
             if let Some(state) = self.slot(request) {
                 if state.state(page) == Some(PageState::Spilling) {
                     // OK because the table allows this event in that state.
@@ -115,22 +116,15 @@ impl Coordinator {
 
     fn after_completion(&mut self, mut transfer: Transfer) {
         let Transfer { request, page, residence, .. } = transfer;
+        match transfer.kind {
+            TransferKind::Spill | TransferKind::Mirrored => {}
+            TransferKind::Restore | TransferKind::HostCopy => self.after_read(&transfer),
+        }
         if let Some(lease) = transfer.gpu_lease.take() {
             self.end_gpu_lease(lease, residence, request);
         }
-        match transfer.kind {
-            TransferKind::Spill | TransferKind::Mirrored => self.after_spill(&transfer),
-            TransferKind::Restore | TransferKind::HostCopy if transfer.failed => {
-                self.report_lost(request, page);
-            }
-            TransferKind::Restore => {}
-            TransferKind::HostCopy => {
-                if let Some(state) = self.slot(request) {
-                    if state.state(page) == Some(PageState::HostOnly) {
-                        state.set_durable(page, true);
-                    }
-                }
-            }
+        if matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored) {
+            self.after_spill(&transfer);
         }
         self.queue_publication(request);
         if let Some(state) = self.slot(request) {
@@ -140,6 +134,22 @@ impl Coordinator {
             self.end_host_lease(lease, request, page);
         }
         self.end_drain(request);
+    }
+
+    /// A restore or a host copy has ended: its request reads rows that are good from now on, or
+    /// has read bad ones.
+    fn after_read(&mut self, transfer: &Transfer) {
+        let Transfer { kind, request, page, residence, failed, .. } = *transfer;
+        let Some(state) = self.slot(request) else { return };
+        state.unconfirmed_reads = state.unconfirmed_reads.saturating_sub(1);
+        if failed {
+            self.report_lost(request, page);
+        } else if kind == TransferKind::Restore {
+            // OK because the transfer's lease has kept the residence alive.
+            self.residences.link(residence);
+        } else if state.state(page) == Some(PageState::HostOnly) {
+            state.set_durable(page, true);
+        }
     }
 
     fn after_spill(&mut self, transfer: &Transfer) {
@@ -169,9 +179,13 @@ impl Coordinator {
     }
 
     fn report_lost(&mut self, request: RequestId, page: PageIndex) {
-        if self.live(request).is_ok() {
-            // OK because ids and pages are bounded by i32 block counts.
-            self.pending.lost_pages.push((request.0 as i32, page.0 as i32));
+        if self.live(request).is_err() {
+            return;
+        }
+        // OK because ids are below RequestId::LIMIT, and pages are bounded by i32 block counts.
+        self.pending.lost_pages.push((request.0 as i32, page.0 as i32));
+        if let Some(state) = self.slot(request) {
+            state.tainted = true;
         }
     }
 
@@ -209,7 +223,7 @@ impl Coordinator {
         residence.holders = residence.holders.saturating_sub(1);
         let left = residence.holders;
         if left == 0 {
-            self.released_gpu += groups;
+            self.released_gpu += i64::from(groups);
         }
         left
     }
