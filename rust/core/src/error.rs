@@ -219,6 +219,14 @@ pub enum ProtocolFault {
         /// The id in the event.
         block: HostBlockId,
     },
+    /// A hold was taken on, or given back for, a block that nobody holds.
+    #[error("block {block} of {pool} is not leased")]
+    NotLeased {
+        /// Which pool.
+        pool: Pool,
+        /// The block.
+        block: i32,
+    },
     /// Pages must be appended in order.
     #[error("request {request} got page {got}, expected page {expected}")]
     PageOutOfOrder {

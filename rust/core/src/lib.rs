@@ -22,6 +22,7 @@ pub mod interner;
 pub mod lease;
 pub mod lru;
 pub mod page;
+pub mod pool;
 pub mod replay;
 pub mod request;
 pub mod residency;

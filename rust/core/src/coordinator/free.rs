@@ -182,3 +182,96 @@ impl Coordinator {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Coordinator;
+    use crate::config::{CoordinatorConfig, HostCopy, ReleasePoint};
+    use crate::ids::{PageIndex, RequestId, TransferId};
+    use crate::step::{
+        Admitted, FreePlan, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepEvents,
+        StepPlan, TransferAck,
+    };
+
+    const LEVELS: PoolLevels = PoolLevels { gpu_free: 40, host_free: 40 };
+
+    fn spilled(core: &mut Coordinator, transfer: i64) {
+        let ack = [TransferAck { transfer: TransferId(transfer), count: 1 }];
+        core.on_worker_output(&ack, &ack, &[]).unwrap();
+    }
+
+    /// A request of three full pages, whose spills are transfers 1 to 3.
+    fn three_pages() -> (Coordinator, StepPlan) {
+        let mut core = Coordinator::new(CoordinatorConfig {
+            block_size: 4,
+            num_kv_groups: 1,
+            gpu_blocks: 64,
+            host_blocks: 64,
+            other_blocks_per_page: 0,
+            hot_rows: 8,
+            top_k: 4,
+            verification_rows: 1,
+            num_ranks: 1,
+            num_host_writers: 1,
+            host_copy: HostCopy::Spilled,
+            release_point: ReleasePoint::Completed,
+            transition: true,
+            transition_watermark: None,
+            hot_return_steps: 4,
+            admission_window_pages: 4,
+            num_reprefillable_tokens: 0,
+            max_model_len: 64,
+        })
+        .unwrap();
+        let request = RequestId(0);
+        let (host_blocks, resident_blocks) = (&[][..], &[][..]);
+        let admitted = Admitted { request, prefix: Prefix::Host, host_blocks, resident_blocks };
+        let pages = PagesAllocated {
+            request,
+            first_page: PageIndex(0),
+            host_blocks: &[1, 2, 3],
+            resident_blocks: &[1, 2, 3],
+        };
+        let events =
+            StepEvents { admitted: &[admitted], allocated: &[pages], ..StepEvents::default() };
+        let scheduled = Scheduled {
+            request,
+            num_computed_tokens: 0,
+            num_scheduled_tokens: 12,
+            num_draft_tokens: 0,
+        };
+        let mut plan = StepPlan::default();
+        core.step(&events, &[scheduled], LEVELS, &mut plan).unwrap();
+        assert_eq!(plan.transfers.transfer_id, [1, 2, 3]);
+        (core, plan)
+    }
+
+    #[test]
+    fn a_page_that_landed_before_the_end_is_published_when_the_gap_before_it_closes_later() {
+        let (mut core, mut plan) = three_pages();
+        spilled(&mut core, 2);
+        let mut freed = FreePlan::default();
+        core.on_freed(RequestId(0), FreeReason::Finished, &mut freed).unwrap();
+        assert_eq!((freed.publish_pages, freed.retired), (0, false));
+        core.build_step_plan(&[], LEVELS, &mut plan).unwrap();
+        assert!(plan.free_host.is_empty(), "{:?}", plan.free_host);
+        spilled(&mut core, 1);
+        spilled(&mut core, 3);
+        core.build_step_plan(&[], LEVELS, &mut plan).unwrap();
+        assert_eq!(plan.publish.num_pages, [3]);
+        plan.free_host.sort_unstable();
+        assert_eq!((&plan.free_host[..], &plan.retired[..]), (&[1, 2, 3][..], &[0][..]));
+    }
+
+    #[test]
+    fn pages_that_complete_out_of_order_after_the_end_are_published_together() {
+        let (mut core, mut plan) = three_pages();
+        let mut freed = FreePlan::default();
+        core.on_freed(RequestId(0), FreeReason::Finished, &mut freed).unwrap();
+        for transfer in [3, 2, 1] {
+            spilled(&mut core, transfer);
+        }
+        core.build_step_plan(&[], LEVELS, &mut plan).unwrap();
+        assert_eq!(plan.publish.num_pages, [3]);
+    }
+}
