@@ -360,6 +360,7 @@ class PolicyReport(TypedDict):
     gpu_blocks: int
     host_blocks: int
     steps: int
+    events: int
     busy_steps: int
     arrived: int
     finished: int

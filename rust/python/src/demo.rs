@@ -176,6 +176,7 @@ fn policy_dict<'py>(py: Python<'py>, policy: &PolicyReport) -> PyResult<Bound<'p
     // Without `..`, so that a count that is left out does not compile.
     let EngineReport {
         steps,
+        events,
         busy_steps,
         running_sum: _,
         running_max,
@@ -209,6 +210,7 @@ fn policy_dict<'py>(py: Python<'py>, policy: &PolicyReport) -> PyResult<Bound<'p
         ("gpu_blocks", u64::from(*gpu_blocks)),
         ("host_blocks", u64::from(*host_blocks)),
         ("steps", *steps),
+        ("events", *events),
         ("busy_steps", *busy_steps),
         ("arrived", *arrived),
         ("finished", *finished),
