@@ -318,3 +318,28 @@ fn a_host_block_that_holds_other_rows_now_is_not_read_from_the_hot_region() {
     assert!(s.world.worker.rows[&0].hot_rows.contains_key(&(0, old)), "it was read");
     s.drain();
 }
+
+#[test]
+fn a_copy_is_not_shared_at_another_position_than_the_one_it_was_written_for() {
+    let mut s = published();
+    let second = *s.world.index.values().nth(1).unwrap();
+    let c = &mut s.world.coordinator;
+    let request = RequestId(7);
+    let copy = c.readable_copy(HostBlockId(second)).unwrap().to_vec();
+    let at_the_start = |resident_blocks| Admitted {
+        request,
+        prefix: Prefix::Host,
+        host_blocks: core::slice::from_ref(&second),
+        resident_blocks,
+    };
+    assert!(c.on_admitted(&[at_the_start(&copy)]).is_err());
+    c.on_admitted(&[at_the_start(&[])]).unwrap();
+    let levels = PoolLevels { gpu_free: 19, host_free: 12 };
+    c.build_step_plan(&[], levels, &mut StepPlan::default()).unwrap();
+    let state = c.page_state(request, PageIndex(0)).unwrap();
+    assert_eq!(
+        state,
+        Some(PageState::HostOnly),
+        "losing a block names one position to all readers"
+    );
+}
