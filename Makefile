@@ -83,7 +83,7 @@ test-rust: $(VENV)/stamp-venv
 	cargo test --workspace --locked
 
 test-python: $(VENV)/stamp-full
-	$(BIN)/python -m pytest -m 'not gpu' tests
+	$(BIN)/python -m pytest -m 'not gpu and not vllm' tests
 
 lint: $(VENV)/stamp-venv
 	$(PIP) install ruff
