@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,11 +36,21 @@ def _why_no_gpu() -> str | None:
     return None if find_spec("torch") else "torch is not installed"
 
 
+@functools.cache
+def _has_vllm() -> bool:
+    # The folder tests/vllm is importable as a namespace of that name, so only metadata tells.
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips gpu and vllm tests with the reason where they cannot run."""
     if item.get_closest_marker("gpu") is not None:
         reason = _why_no_gpu()
         if reason is not None:
             pytest.skip(reason)
-    if item.get_closest_marker("vllm") is not None and find_spec("vllm") is None:
+    if item.get_closest_marker("vllm") is not None and not _has_vllm():
         pytest.skip("vLLM is not installed")

@@ -8,6 +8,7 @@ of a plan are read-only views of the plan's bytes. G is the number of KV cache g
 Each event is all or nothing: a call that raises `ProtocolError` leaves the state as it was.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -385,5 +386,120 @@ class RequestInterner:
     def __len__(self) -> int: ...
     def __contains__(self, name: str) -> bool: ...
 
+class PolicyReport(TypedDict):
+    """What one policy of a demonstration came to; bytes count indexer pages too."""
+
+    running_mean: float
+    running_max: int
+    bytes_gpu_to_host: int
+    bytes_host_to_gpu: int
+    hot_hit_rate: float | None
+    gpu_blocks: int
+    host_blocks: int
+    steps: int
+    events: int
+    busy_steps: int
+    arrived: int
+    finished: int
+    aborted: int
+    preemptions: int
+    lost_page_preemptions: int
+    prefilled_tokens: int
+    recomputed_tokens: int
+    decoded_tokens: int
+    rejected_rows: int
+    prefix_hit_tokens: int
+    failed_copies: int
+    leaked_blocks: int
+    rows_checked: int
+    mismatches: int
+    first_mismatch: str | None
+    states_seen: list[str]
+    traffic_bytes: dict[str, int]
+    refusals: dict[str, int]
+
+class DemoReport(TypedDict):
+    """What a demonstration came to; these two classes exist for type checkers only."""
+
+    rows_checked: int
+    mismatches: int
+    states_seen: list[str]
+    policies: dict[str, PolicyReport]
+
+@final
+class Demo:
+    """One workload served under each policy from the same memory, every attended row compared.
+
+    Settings that are not given suit the workload. Raises `ConfigError` or `CapacityError`.
+    `conversations` holds `(prompt_tokens, output_tokens)` of each turn of each conversation.
+    """
+
+    def __new__(
+        cls,
+        *,
+        conversations: Sequence[Sequence[tuple[int, int]]] | None = None,
+        scale: float | None = None,
+        num_conversations: int | None = None,
+        gpu_pool_bytes: int | None = None,
+        host_pool_bytes: int | None = None,
+        top_k: int | None = None,
+        hot_rows: int | None = None,
+        block_size: int | None = None,
+        row_bytes: int | None = None,
+        host_layout: Literal["row_interleaved", "layer_major"] | None = None,
+        host_copy: Literal["mirrored", "spilled"] | None = None,
+        release_point: Literal["enqueued", "completed"] | None = None,
+        num_ranks: int | None = None,
+        chunk_tokens: int | None = None,
+        num_draft_tokens: int | None = None,
+        system_tokens: int | None = None,
+        stagger_steps: int | None = None,
+        think_steps: int | None = None,
+        seed: int | None = None,
+        plant_wrong_row: bool | None = None,
+        policies: Sequence[Literal["hotpage", "preempt", "offload"]] | None = None,
+    ) -> Demo: ...
+    def advance(self, max_steps: int) -> bool:
+        """Runs up to `max_steps` steps without holding the interpreter; True when it is done."""
+    @property
+    def policy(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def fraction(self) -> float: ...
+    def report(self) -> DemoReport: ...
+
 def _sample_errors() -> list[tuple[str, Any]]:
     """One exception of each family of core errors, by the family's name; for tests."""
+
+def plan_capacity(**arguments: Any) -> dict[str, Any]:
+    """A capacity plan. Arguments, all by keyword (`hotpage.plan.request` fills them in):
+
+    `leaders` (bool for each layer), `draft_layers`, `row_bytes`, `block_align_bytes`,
+    `indexer_row_bytes`, `tokens_per_indexer_row`, `top_k`, `max_positions`, `request_groups`
+    ((page bytes, blocks a request) pairs); `hbm_gib`, `gpu_memory_utilization`, `weights_gib`,
+    `runtime_gib`, `kv_gib`; `gpus`, `tp`, `dp`, `block_size`, `hot_rows`, `mtp`, `host_pool_gib`,
+    `offload_gib`, `registration_gib`, `contexts` (tokens), `output`, `max_model_len`,
+    `batched_tokens`, `max_num_seqs`, `hit_rate`, `link_gbps`, `layout`.
+
+    Raises:
+        ConfigError: an argument is missing, unknown or out of its bounds.
+        CapacityError: the machine is too small.
+    """
+
+def pack_layers(**arguments: Any) -> dict[str, Any]:
+    """The packing of layers into groups, from the model's arguments and `block_size`, `hot_rows`
+    and `mtp`; sizes in bytes.
+
+    Raises:
+        ConfigError: an argument is missing, unknown or out of its bounds.
+    """
+
+def layers_with_indexer(
+    layers: int, frequency: int, offset: int, pattern: str | None = None
+) -> list[bool]:
+    """Which layers have an indexer of their own, by vLLM 0.33's rule.
+
+    Raises:
+        ConfigError: `frequency` is 0.
+    """

@@ -16,7 +16,7 @@
  *  - A change of any struct, status or signature increments HOTPAGE_ABI_VERSION and is repeated in
  *    python/hotpage/kernels/_abi.py, which tests/unit/test_abi_sync.py compares with this file.
  */
-#define HOTPAGE_ABI_VERSION 1
+#define HOTPAGE_ABI_VERSION 2
 
 #define HOTPAGE_API __attribute__((visibility("default")))
 
@@ -29,7 +29,9 @@
 /* Every parameter block: its name and its size in bytes. An op adds its own line. */
 #define HOTPAGE_STRUCTS(X)          \
   X(hotpage_device_properties, 56) \
-  X(hotpage_fill_params, 24)
+  X(hotpage_fill_params, 24)       \
+  X(hotpage_copy_params, 200)      \
+  X(hotpage_resolve_and_copy_params, 400)
 
 #ifdef __cplusplus
 extern "C" {
@@ -82,6 +84,120 @@ typedef struct hotpage_fill_params {
   uint64_t num_bytes;
 } hotpage_fill_params;
 
+/* Limits of resolve and copy. */
+#define HOTPAGE_MAX_REQUESTS 1024
+#define HOTPAGE_MAX_GROUP_LAYERS 8
+#define HOTPAGE_MAX_ROW_BYTES 16384
+
+/* Places in `counters`. */
+enum {
+  /* Union rows found in a hot slot. */
+  HOTPAGE_COUNTER_HITS = 0,
+  /* Union rows that were not. */
+  HOTPAGE_COUNTER_MISSES = 1,
+  /* Misses that got no hot slot: no hot region, or a union larger than it. A bug where it moves. */
+  HOTPAGE_COUNTER_OVERFLOW = 2,
+  HOTPAGE_NUM_COUNTERS = 3
+};
+
+/* A copy list, and the copy of its rows, host pool to GPU pool, for some layers. */
+typedef struct hotpage_copy_params {
+  uint32_t struct_size;
+  /* Batch requests of the launch, at most HOTPAGE_MAX_REQUESTS. */
+  int32_t num_requests;
+  /* Layers to copy, at most HOTPAGE_MAX_GROUP_LAYERS; 0 in a resolve that copies nothing. */
+  int32_t num_layers;
+  /* A multiple of 16, at most HOTPAGE_MAX_ROW_BYTES. */
+  int32_t row_bytes;
+  /* Most thread blocks that the copy may take; 0 leaves it to the library. */
+  int32_t max_blocks;
+  /* Elements of copy_host_row and copy_hot_row per request. */
+  int32_t copy_list_stride;
+  /* Tokens per block, at most 128; a resolve needs at least 2. */
+  int32_t block_size;
+  /* Physical rows from one GPU block to the next: row t of block b is b x block_stride_rows + t. */
+  int32_t block_stride_rows;
+  /* Bytes from a host row to the next in one layer: row_bytes x layers of the index group where
+     rows are interleaved, row_bytes where they are not. */
+  int64_t host_row_stride;
+  /* Bytes from one GPU block to the next. */
+  int64_t gpu_block_stride;
+  /* int32 [num_requests][copy_list_stride]: misses by ascending host row. */
+  uint64_t copy_host_row;
+  /* int32 [num_requests][copy_list_stride]: physical rows that they go to. */
+  uint64_t copy_hot_row;
+  /* int32 [num_requests]: misses in the list. */
+  uint64_t copy_count;
+  /* Address of host row 0 of each layer: pinned and mapped, 16-byte aligned. */
+  uint64_t host_layer[HOTPAGE_MAX_GROUP_LAYERS];
+  /* Address of row 0 of block 0 of each layer, 16-byte aligned. */
+  uint64_t gpu_layer[HOTPAGE_MAX_GROUP_LAYERS];
+} hotpage_copy_params;
+
+/*
+ * One resolve of an index group, whose leader's top-k becomes physical rows, and the copy of its
+ * misses. Strides are in elements. A batch request is a number below copy.num_requests; a state
+ * row is where a request's row map and stamps lie between steps.
+ */
+typedef struct hotpage_resolve_and_copy_params {
+  uint32_t struct_size;
+  /* Verification rows of the launch, padding counted. */
+  int32_t num_rows;
+  /* Most verification rows of one request, 1 to 10. */
+  int32_t max_rows_per_request;
+  /* Entries of a row, at most 4,096. */
+  int32_t top_k;
+  /* Hot slots of a request: at least max_rows_per_request x top_k, at most 32,768, a multiple of
+     copy.block_size and of 4. */
+  int32_t hot_rows;
+  /* Pages of a row of residency and of source_block_table; times copy.block_size at most 2^25. */
+  int32_t num_pages;
+  int32_t num_state_rows;
+  /* max_dynamic_shared_bytes_per_block of the device. */
+  int32_t shared_limit_bytes;
+  /* Rows of a layer's view of the GPU pool and of the host pool, at most 2^31 - 1. A block beyond
+     them is invalid. */
+  int64_t num_physical_rows;
+  int64_t num_host_rows;
+  int64_t logical_topk_stride;
+  int64_t physical_topk_stride;
+  int64_t residency_stride;
+  int64_t source_block_table_stride;
+  int64_t hot_block_table_stride;
+  /* int32 [num_rows][top_k]: selected positions, -1 for nothing. */
+  uint64_t logical_topk;
+  /* int32 [num_rows]: batch request of each row, -1 for padding; a request's rows are adjacent. */
+  uint64_t row_request;
+  /* int32 [1]: rows from this number on are padding. */
+  uint64_t num_valid_rows;
+  /* int32 [num_requests]: state row, -1 for padding. No two requests share one. */
+  uint64_t state_row;
+  /* int32 [num_rows]: positions from this number on are invalid for the row. */
+  uint64_t seq_len;
+  /* int32 [num_state_rows][num_pages]: GPU block of each page, 0 if host-only. */
+  uint64_t residency;
+  /* int32 [num_requests][num_pages]: host block of each page, 0 for none. */
+  uint64_t source_block_table;
+  /* int32 [num_requests][hot_rows / copy.block_size]: GPU blocks of the hot region, 0 for none. */
+  uint64_t hot_block_table;
+  /* In and out, int32 [num_state_rows][hot_rows]: host row of each hot slot, -1 if free; 16-byte
+     aligned. */
+  uint64_t row_map;
+  /* In and out, uint16 [num_state_rows][hot_rows]: epoch of the last use, 0 if free; 8-byte
+     aligned. */
+  uint64_t last_used;
+  /* In and out, uint32 [num_state_rows]: epoch of the last resolve that met a host-only page. */
+  uint64_t epoch;
+  /* Out, int32 [num_rows][top_k]: valid physical rows first, then -1. Not the logical top-k. */
+  uint64_t physical_topk;
+  /* Out, int32 [num_rows]. */
+  uint64_t valid_counts;
+  /* In and out, uint64 [HOTPAGE_NUM_COUNTERS]. */
+  uint64_t counters;
+  /* Out: the copy list, at least max_rows_per_request x top_k long. Its layers are copied. */
+  hotpage_copy_params copy;
+} hotpage_resolve_and_copy_params;
+
 #define HOTPAGE_ASSERT_SIZE(name, bytes) \
   HOTPAGE_STATIC_ASSERT(sizeof(struct name) == (bytes), #name " has an unexpected size");
 HOTPAGE_STRUCTS(HOTPAGE_ASSERT_SIZE)
@@ -107,6 +223,16 @@ HOTPAGE_API hotpage_status hotpage_query_device(hotpage_device_properties *prope
 
 /* Enqueues one launch on `stream` (a cudaStream_t; null is the legacy default stream). */
 HOTPAGE_API hotpage_status hotpage_fill(const hotpage_fill_params *params, void *stream);
+
+/*
+ * Enqueues the resolve and, if copy.num_layers is not 0, the copy of its misses as a second launch
+ * whose blocks may start while the first ends.
+ */
+HOTPAGE_API hotpage_status hotpage_resolve_and_copy(const hotpage_resolve_and_copy_params *params,
+                                                    void *stream);
+
+/* Enqueues one launch: copies by a list that an earlier resolve on the stream wrote. */
+HOTPAGE_API hotpage_status hotpage_replay_copy(const hotpage_copy_params *params, void *stream);
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hotpage import __version__
-from hotpage.cli import doctor
+from hotpage.cli import demo, doctor, plan
 from hotpage.errors import CapacityError, ConfigError, KernelUnavailableError
 
 # The base of all errors in a command line. It comes from click or, in later releases, from typer's
@@ -28,7 +28,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,13 +7,22 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK = 0
 STATUS_STRUCT_SIZE = 1
 STATUS_INVALID_ARGUMENT = 2
 STATUS_UNSUPPORTED = 3
 STATUS_CUDA_BASE = 1000
+
+MAX_REQUESTS = 1024
+MAX_GROUP_LAYERS = 8
+MAX_ROW_BYTES = 16384
+
+COUNTER_HITS = 0
+COUNTER_MISSES = 1
+COUNTER_OVERFLOW = 2
+NUM_COUNTERS = 3
 
 STRUCTS: dict[str, type[ParameterBlock]] = {}
 """C name of every parameter block -> its mirror."""
@@ -29,6 +38,10 @@ class ParameterBlock(ctypes.Structure):
 
     def __init__(self, **values: int) -> None:
         super().__init__(struct_size=ctypes.sizeof(self), **values)
+        for name, kind, *_ in self._fields_:
+            # OK because ctypes makes inner blocks without calling their constructor.
+            if isinstance(kind, type) and issubclass(kind, ParameterBlock):
+                getattr(self, name).struct_size = ctypes.sizeof(kind)
 
     def __repr__(self) -> str:
         fields: list[tuple[Any, ...]] = self._fields_  # type: ignore[assignment]
@@ -87,4 +100,65 @@ class FillParams(ParameterBlock):
         ("pattern", ctypes.c_uint32),
         ("address", ctypes.c_uint64),
         ("num_bytes", ctypes.c_uint64),
+    ]
+
+
+@mirror("hotpage_copy_params", launcher="hotpage_replay_copy")
+class CopyParams(ParameterBlock):
+    """A copy list and the layers that it is copied for; strides of the list in elements."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_requests", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("copy_list_stride", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("block_stride_rows", ctypes.c_int32),
+        ("host_row_stride", ctypes.c_int64),
+        ("gpu_block_stride", ctypes.c_int64),
+        ("copy_host_row", ctypes.c_uint64),
+        ("copy_hot_row", ctypes.c_uint64),
+        ("copy_count", ctypes.c_uint64),
+        ("host_layer", ctypes.c_uint64 * MAX_GROUP_LAYERS),
+        ("gpu_layer", ctypes.c_uint64 * MAX_GROUP_LAYERS),
+    ]
+
+
+@mirror("hotpage_resolve_and_copy_params", launcher="hotpage_resolve_and_copy")
+class ResolveAndCopyParams(ParameterBlock):
+    """Sizes, strides in elements and addresses of one resolve; `copy` holds its copy list."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_rows", ctypes.c_int32),
+        ("max_rows_per_request", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("hot_rows", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_state_rows", ctypes.c_int32),
+        ("shared_limit_bytes", ctypes.c_int32),
+        ("num_physical_rows", ctypes.c_int64),
+        ("num_host_rows", ctypes.c_int64),
+        ("logical_topk_stride", ctypes.c_int64),
+        ("physical_topk_stride", ctypes.c_int64),
+        ("residency_stride", ctypes.c_int64),
+        ("source_block_table_stride", ctypes.c_int64),
+        ("hot_block_table_stride", ctypes.c_int64),
+        ("logical_topk", ctypes.c_uint64),
+        ("row_request", ctypes.c_uint64),
+        ("num_valid_rows", ctypes.c_uint64),
+        ("state_row", ctypes.c_uint64),
+        ("seq_len", ctypes.c_uint64),
+        ("residency", ctypes.c_uint64),
+        ("source_block_table", ctypes.c_uint64),
+        ("hot_block_table", ctypes.c_uint64),
+        ("row_map", ctypes.c_uint64),
+        ("last_used", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("physical_topk", ctypes.c_uint64),
+        ("valid_counts", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("copy", CopyParams),
     ]

@@ -10,8 +10,8 @@ pub const MAX_HOT_ROWS: u32 = 32_768;
 /// blocks of 16 rows of 656 bytes.
 pub const MAX_POOL_BLOCKS: u32 = 1 << 26;
 
-/// Most tokens of a block, KV cache groups, and GPU blocks of other groups for each page. Together
-/// with `MAX_HOT_ROWS` they keep every product of settings inside 32 bits.
+/// Most tokens of a block, KV cache groups, ranks, and GPU blocks of other groups for each page.
+/// Together with `MAX_HOT_ROWS` they keep every product of settings inside 32 bits.
 pub const MAX_SMALL_SETTING: u32 = 1024;
 
 /// Newest pages of a request that are never released: an in-flight step may still write them.
@@ -93,13 +93,13 @@ impl CoordinatorConfig {
     /// Blocks of one hot region over all hot groups.
     #[must_use]
     pub fn hot_region_blocks(&self) -> u32 {
-        self.hot_blocks_per_group() * self.num_kv_groups
+        self.hot_blocks_per_group().saturating_mul(self.num_kv_groups)
     }
 
     /// GPU blocks that one resident page takes, other groups counted.
     #[must_use]
     pub fn gpu_blocks_per_page(&self) -> u32 {
-        self.num_kv_groups + self.other_blocks_per_page
+        self.num_kv_groups.saturating_add(self.other_blocks_per_page)
     }
 
     /// Free GPU blocks under which requests give up residency.
@@ -147,6 +147,7 @@ impl CoordinatorConfig {
         )?;
         at_most("hot_rows", self.hot_rows, MAX_HOT_ROWS, "hot slots are int16")?;
         at_least("num_ranks", self.num_ranks, 1, "count the worker ranks")?;
+        at_most("num_ranks", self.num_ranks, MAX_SMALL_SETTING, "count the worker ranks")?;
         at_least("verification_rows", self.verification_rows, 1, "a decode step has one row")?;
         at_least("top_k", self.top_k, 1, "take it from the model's index_topk")?;
         at_least("max_model_len", self.max_model_len, 1, "raise max_model_len")?;

@@ -137,6 +137,16 @@ pub enum ProtocolFault {
         /// The id in the event.
         request: RequestId,
     },
+    /// The request's block table would be longer than positions can be counted.
+    #[error("request {request} would hold {pages} pages, expected at most {limit}")]
+    TooManyPages {
+        /// The request.
+        request: RequestId,
+        /// Pages with this event.
+        pages: usize,
+        /// Most pages that a request can have.
+        limit: u32,
+    },
     /// No transfer with this id is in flight: unknown, or acknowledged in full before.
     #[error("transfer {transfer} is unknown or was completed before")]
     UnknownTransfer {
@@ -208,6 +218,14 @@ pub enum ProtocolFault {
     HostBlockHeld {
         /// The id in the event.
         block: HostBlockId,
+    },
+    /// A hold was taken on, or given back for, a block that nobody holds.
+    #[error("block {block} of {pool} is not leased")]
+    NotLeased {
+        /// Which pool.
+        pool: Pool,
+        /// The block.
+        block: i32,
     },
     /// Pages must be appended in order.
     #[error("request {request} got page {got}, expected page {expected}")]

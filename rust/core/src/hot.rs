@@ -4,7 +4,8 @@
 use crate::lease::Lease;
 
 /// What a request has of its hot region.
-#[derive(Debug, Default)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Default, Hash)]
 pub enum HotRegion {
     /// Nothing: no page of the request may be released.
     #[default]

@@ -70,6 +70,10 @@ impl HostBlockId {
 }
 
 impl RequestId {
+    /// Ids must be below this, so that tables indexed by id stay within megabytes. A million
+    /// admissions at once are far beyond what pools can hold.
+    pub const LIMIT: u32 = 1 << 20;
+
     /// Index of this request in dense per-request tables.
     #[must_use]
     pub const fn index(self) -> usize {

@@ -11,7 +11,8 @@ pub type Blocks = SmallVec<[i32; 8]>;
 
 /// A hold on blocks of one pool.
 #[must_use = "a lease that is dropped keeps its blocks for ever"]
-#[derive(Debug, PartialEq, Eq)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
     blocks: Blocks,
 }

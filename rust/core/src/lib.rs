@@ -22,6 +22,7 @@ pub mod interner;
 pub mod lease;
 pub mod lru;
 pub mod page;
+pub mod pool;
 pub mod replay;
 pub mod request;
 pub mod residency;
@@ -29,6 +30,8 @@ pub mod sim;
 pub mod spill;
 pub mod stats;
 pub mod step;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use coordinator::Coordinator;
 pub use error::{Error, Result};

@@ -75,6 +75,19 @@ impl RequestLru {
         })
     }
 
+    /// The least recent request.
+    #[must_use]
+    pub fn oldest(&self) -> Option<RequestId> {
+        (self.oldest != NONE).then_some(RequestId(self.oldest))
+    }
+
+    /// The listed request that is next more recent than a listed one.
+    #[must_use]
+    pub fn newer_than(&self, request: RequestId) -> Option<RequestId> {
+        let newer = self.links.get(request.index())?.newer;
+        (newer != NONE).then_some(RequestId(newer))
+    }
+
     fn link(&mut self, index: u32) -> Option<&mut Link> {
         // OK because NONE is past the end of any table that fits into memory.
         self.links.get_mut(index as usize)

@@ -14,7 +14,7 @@ use crate::residency::ResidenceId;
 const NUM_STATES: usize = PageState::Importing as usize + 1;
 
 /// Where an admission is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Takes events.
     Live,
@@ -26,7 +26,8 @@ pub enum Phase {
 }
 
 /// One admission.
-#[derive(Debug)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Hash)]
 pub struct RequestState {
     /// Life-cycle phase.
     pub phase: Phase,
@@ -65,10 +66,16 @@ pub struct RequestState {
     pub num_transfers: u32,
     /// First page that was in the tail when pages were last released.
     pub tail_seen: u32,
-    /// Host leases of completed pages beyond a gap in the durable prefix, while draining.
-    pub drained: Vec<(PageIndex, Lease)>,
+    /// Host leases of durable pages beyond a gap in the durable prefix: they are to be published
+    /// when the gap closes, even if the request has ended by then.
+    pub beyond_gap: Vec<(PageIndex, Lease)>,
     /// True while the request waits in the publication list.
     pub publish_queued: bool,
+    /// Restores and host copies, planned or waiting for a plan, that have not completed: the
+    /// request reads rows that nobody has vouched for.
+    pub unconfirmed_reads: u32,
+    /// True once a page was lost: rows computed since may have been computed from bad ones.
+    pub tainted: bool,
 }
 
 impl RequestState {
@@ -96,8 +103,10 @@ impl RequestState {
             import_tokens: None,
             num_transfers: 0,
             tail_seen: 0,
-            drained: Vec::new(),
+            beyond_gap: Vec::new(),
             publish_queued: false,
+            unconfirmed_reads: 0,
+            tainted: false,
         }
     }
 
@@ -141,13 +150,20 @@ impl RequestState {
     }
 
     /// Pages outside the tail that a hot region would let the request give up, now or when their
-    /// copies complete. The tail may hold clean pages; they are taken off in full.
+    /// copies complete.
     #[must_use]
     pub fn num_releasable(&self) -> u32 {
-        (self.count(PageState::Clean)
-            + self.count(PageState::Enqueued)
-            + self.count(PageState::Spilling))
-        .saturating_sub(TAIL_PAGES)
+        self.count_outside_tail(&[PageState::Clean, PageState::Enqueued, PageState::Spilling])
+    }
+
+    /// Pages outside the tail in one of `states`.
+    #[must_use]
+    pub fn count_outside_tail(&self, states: &[PageState]) -> u32 {
+        let all: u32 = states.iter().map(|&state| self.count(state)).sum();
+        let tail = (self.tail_start()..self.num_pages()).map(PageIndex);
+        let in_tail = tail.filter(|&page| self.state(page).is_some_and(|s| states.contains(&s)));
+        // OK because the tail has TAIL_PAGES pages at most.
+        all - in_tail.count() as u32
     }
 
     /// Appends a page.
@@ -222,10 +238,31 @@ impl RequestState {
         }
     }
 
+    /// Takes the leases of pages below `prefix` from those beyond a gap.
+    pub fn take_beyond_gap(&mut self, prefix: u32) -> Vec<Lease> {
+        if self.beyond_gap.is_empty() {
+            return Vec::new();
+        }
+        let leases = core::mem::take(&mut self.beyond_gap);
+        let (ended, kept): (Vec<_>, Vec<_>) =
+            leases.into_iter().partition(|(page, _)| page.0 < prefix);
+        self.beyond_gap = kept;
+        ended.into_iter().map(|(_, lease)| lease).collect()
+    }
+
     /// True if every writer has completed the page's host copy.
     #[must_use]
     pub fn is_durable(&self, page: PageIndex) -> bool {
         self.durable.contains(page.index())
+    }
+
+    /// True if durable pages may be found by others: the request is not gone for good, and every
+    /// row that its pages were computed from is known to be good.
+    #[must_use]
+    pub fn may_publish(&self) -> bool {
+        self.phase != Phase::Draining { publish: false }
+            && !self.tainted
+            && self.unconfirmed_reads == 0
     }
 
     /// Sets the "copy whole" bit of a page; true if it was clear.

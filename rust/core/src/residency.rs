@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId};
 
 /// Index of a residence; `NONE` where a page has no GPU blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResidenceId(u32);
 
 impl ResidenceId {
@@ -29,7 +29,7 @@ impl ResidenceId {
 }
 
 /// What is known of one residence besides its blocks.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Residence {
     /// Host block with the same rows; null without a host pool.
     pub host_block: HostBlockId,
@@ -42,7 +42,7 @@ pub struct Residence {
 }
 
 /// All residences, with the two ways to find one: by GPU block and by host block.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Residences {
     num_groups: usize,
     blocks: Vec<i32>,
@@ -70,6 +70,13 @@ impl Residences {
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len() - self.vacant.len()
+    }
+
+    /// Entries of the table, vacant ones counted: at most as many as were ever alive together.
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn num_slots(&self) -> usize {
+        self.entries.len()
     }
 
     /// True if no residence is alive.
@@ -116,13 +123,7 @@ impl Residences {
                 *slot = id;
             }
         }
-        if !host_block.is_null() {
-            if let Some(slot) = self.of_host_block.get_mut(index_of(host_block.0)) {
-                if *slot == u32::MAX {
-                    *slot = id;
-                }
-            }
-        }
+        self.link(ResidenceId(id));
         ResidenceId(id)
     }
 
@@ -197,10 +198,46 @@ impl Residences {
         }
     }
 
+    /// Makes the residence impossible to find by its host block: its rows may differ.
+    pub fn unlink(&mut self, id: ResidenceId) {
+        if let Some(slot) = self.link_of(id) {
+            if *slot == id.0 {
+                *slot = u32::MAX;
+            }
+        }
+    }
+
+    /// Makes the residence findable by its host block, unless another one is.
+    pub fn link(&mut self, id: ResidenceId) {
+        if let Some(slot) = self.link_of(id) {
+            if *slot == u32::MAX {
+                *slot = id.0;
+            }
+        }
+    }
+
+    /// True if the residence is found by its host block.
+    #[must_use]
+    pub fn is_linked(&self, id: ResidenceId) -> bool {
+        self.get(id).is_some_and(|entry| {
+            !entry.host_block.is_null() && self.of_host_block(entry.host_block) == id
+        })
+    }
+
+    fn link_of(&mut self, id: ResidenceId) -> Option<&mut u32> {
+        let host = self.get(id)?.host_block;
+        if host.is_null() {
+            return None;
+        }
+        self.of_host_block.get_mut(index_of(host.0))
+    }
+
     /// Takes `request` off the readers. The caller decides whether the residence stays.
     pub fn remove_reader(&mut self, id: ResidenceId, request: RequestId) {
         if let Some(entry) = self.get_mut(id) {
-            entry.readers.retain(|reader| *reader != request);
+            if let Some(at) = entry.readers.iter().position(|reader| *reader == request) {
+                entry.readers.swap_remove(at);
+            }
         }
     }
 }

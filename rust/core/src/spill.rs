@@ -54,7 +54,8 @@ impl TransferKind {
 }
 
 /// One copy that some rank has not completed.
-#[derive(Debug)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Hash)]
 pub struct Transfer {
     /// What it does.
     pub kind: TransferKind,
@@ -92,10 +93,13 @@ pub enum AckKind {
 }
 
 /// All transfers in flight.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
 #[derive(Debug, Default)]
 pub struct Transfers {
     in_flight: HashMap<i64, Transfer>,
     last_id: i64,
+    /// Transfers that hold GPU blocks.
+    num_gpu_leases: usize,
 }
 
 impl Transfers {
@@ -116,9 +120,18 @@ impl Transfers {
         self.in_flight.iter().map(|(&id, transfer)| (TransferId(id), transfer))
     }
 
+    /// Transfers in flight, oldest first.
+    #[must_use]
+    pub fn sorted(&self) -> Vec<(i64, &Transfer)> {
+        let mut sorted: Vec<_> = self.in_flight.iter().map(|(&id, t)| (id, t)).collect();
+        sorted.sort_unstable_by_key(|(id, _)| *id);
+        sorted
+    }
+
     /// Starts to track a transfer; ids rise and are never used twice.
     pub fn insert(&mut self, transfer: Transfer) -> TransferId {
         self.last_id += 1;
+        self.num_gpu_leases += usize::from(transfer.gpu_lease.is_some());
         self.in_flight.insert(self.last_id, transfer);
         TransferId(self.last_id)
     }
@@ -129,8 +142,15 @@ impl Transfers {
         self.in_flight.get(&id.0)
     }
 
+    /// True if some transfer holds GPU blocks.
+    #[must_use]
+    pub fn holds_gpu_blocks(&self) -> bool {
+        self.num_gpu_leases > 0
+    }
+
     /// Stops tracking all transfers and returns them.
     pub fn drain(&mut self) -> impl Iterator<Item = Transfer> + '_ {
+        self.num_gpu_leases = 0;
         self.in_flight.drain().map(|(_, transfer)| transfer)
     }
 
@@ -157,6 +177,15 @@ impl Transfers {
         Ok(())
     }
 
+    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed.
+    /// Costs a look at every transfer in flight, which a lost mirror is rare enough for.
+    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) {
+        for transfer in self.in_flight.values_mut() {
+            let same = (transfer.request, transfer.page) == (request, page);
+            transfer.failed |= same && transfer.kind == TransferKind::Mirrored;
+        }
+    }
+
     /// Takes a batch back that was added, as if it had never come. Only before anything was done
     /// about it, and never for failures: their mark stays.
     pub fn take_back_all(&mut self, kind: AckKind, acks: &[TransferAck]) {
@@ -167,7 +196,9 @@ impl Transfers {
 
     /// The GPU lease of a transfer that every rank has enqueued.
     pub fn take_gpu_lease(&mut self, id: TransferId) -> Option<Lease> {
-        self.in_flight.get_mut(&id.0)?.gpu_lease.take()
+        let lease = self.in_flight.get_mut(&id.0)?.gpu_lease.take()?;
+        self.num_gpu_leases -= 1;
+        Some(lease)
     }
 
     /// Stops tracking a transfer that every rank has completed.
@@ -176,7 +207,9 @@ impl Transfers {
         if transfer.completed < transfer.required {
             return None;
         }
-        self.in_flight.remove(&id.0)
+        let transfer = self.in_flight.remove(&id.0)?;
+        self.num_gpu_leases -= usize::from(transfer.gpu_lease.is_some());
+        Some(transfer)
     }
 
     fn add(&mut self, kind: AckKind, ack: TransferAck) -> Result<(), ProtocolFault> {

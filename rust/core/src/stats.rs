@@ -2,7 +2,7 @@
 //! Owns the Coordinator's counters; they are never read to decide anything.
 
 /// Counts since construction.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Stats {
     /// Requests admitted.
     pub admitted: u64,

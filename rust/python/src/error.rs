@@ -23,6 +23,11 @@ pub(crate) fn config(text: String) -> PyErr {
     family(Family::Config, text)
 }
 
+/// A machine too small for a plan.
+pub(crate) fn capacity(text: String) -> PyErr {
+    family(Family::Capacity, text)
+}
+
 /// An argument that did not get as far as the core.
 pub(crate) fn protocol(text: String) -> PyErr {
     family(Family::Protocol, text)

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the Python module `hotpage._core`; it contains no decision about paging.
 
-#![deny(unsafe_op_in_unsafe_fn)]
+#![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod blob;
 mod buffer;
 mod coordinator;
+mod demo;
 mod error;
 mod events;
 mod interner;
 mod plan;
+mod planner;
 mod settings;
 
 use pyo3::prelude::*;
@@ -22,11 +24,15 @@ mod _core {
     #[pymodule_export]
     use super::coordinator::{PyAdmissionCost, PyCoordinator};
     #[pymodule_export]
+    use super::demo::PyDemo;
+    #[pymodule_export]
     use super::error::_sample_errors;
     #[pymodule_export]
     use super::interner::PyRequestInterner;
     #[pymodule_export]
     use super::plan::{PyFreePlan, PyRefusal, PyStepPlan};
+    #[pymodule_export]
+    use super::planner::{layers_with_indexer, pack_layers, plan_capacity};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -52,18 +52,49 @@ impl<'py> Settings<'py> {
 
 /// An unsigned 32-bit number.
 pub(crate) fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<u32> {
-    if let Ok(number) = value.extract::<u32>() {
-        return Ok(number);
+    value.extract().or_else(|_| Err(not_a_number(name, value, u64::from(u32::MAX))?))
+}
+
+/// An unsigned 64-bit number.
+pub(crate) fn wide(name: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    value.extract().or_else(|_| Err(not_a_number(name, value, u64::MAX)?))
+}
+
+/// A finite number above 0.
+pub(crate) fn positive(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    match value.extract::<f64>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => {
+            let got = value.repr()?;
+            Err(config(format!("{name} is {got}, expected a number above 0; pass one")))
+        }
     }
+}
+
+/// The items of a sequence.
+pub(crate) fn items<'py>(
+    name: &str,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    match value.extract() {
+        Ok(items) => Ok(items),
+        Err(_) => {
+            let kind = value.get_type().name()?;
+            Err(config(format!("{name} is a {kind}, expected a list; pass one")))
+        }
+    }
+}
+
+fn not_a_number(name: &str, value: &Bound<'_, PyAny>, most: u64) -> PyResult<PyErr> {
     let got = value.repr()?;
     let (bound, remedy) = if value.lt(0).unwrap_or(false) {
         ("at least 0".to_owned(), "raise it")
-    } else if value.gt(u32::MAX).unwrap_or(false) {
-        (format!("at most {}", u32::MAX), "lower it")
+    } else if value.gt(most).unwrap_or(false) {
+        (format!("at most {most}"), "lower it")
     } else {
         ("an integer".to_owned(), "pass an int")
     };
-    Err(config(format!("{name} is {got}, expected {bound}; {remedy}")))
+    Ok(config(format!("{name} is {got}, expected {bound}; {remedy}")))
 }
 
 /// True or False.
@@ -92,10 +123,12 @@ pub(crate) fn choice<T: Copy>(
     Err(config(format!("{name} is {got}, expected one of {}; choose one", names.join(", "))))
 }
 
-const HOST_COPIES: [(&str, HostCopy); 3] =
+/// Host copy modes by name.
+pub(crate) const HOST_COPIES: [(&str, HostCopy); 3] =
     [("none", HostCopy::None), ("mirrored", HostCopy::Mirrored), ("spilled", HostCopy::Spilled)];
 
-const RELEASE_POINTS: [(&str, ReleasePoint); 2] =
+/// Release points by name.
+pub(crate) const RELEASE_POINTS: [(&str, ReleasePoint); 2] =
     [("enqueued", ReleasePoint::Enqueued), ("completed", ReleasePoint::Completed)];
 
 /// The name of a host copy mode.

@@ -14,16 +14,13 @@ impl Coordinator {
         let pages = config.pages_for(query.num_tokens);
         let host_prefix = query.host_prefix_pages.min(pages);
         let gpu_prefix = query.gpu_prefix_pages.min(pages);
-        // A query may name more tokens than any pool could hold, so nothing here may wrap.
+        // Saturation is exact enough: a cost of u32::MAX fits into no pool.
         let other = (pages - gpu_prefix).saturating_mul(config.other_blocks_per_page);
         let host_blocks = if config.host_copy == HostCopy::None { 0 } else { pages - host_prefix };
+        let on_gpu = |pages: u32| pages.saturating_mul(config.num_kv_groups).saturating_add(other);
         if !config.transition {
-            let resident = pages - gpu_prefix;
-            return AdmissionCost {
-                gpu_blocks: resident.saturating_mul(config.num_kv_groups).saturating_add(other),
-                host_blocks,
-                hot_region: false,
-            };
+            let gpu_blocks = on_gpu(pages - gpu_prefix);
+            return AdmissionCost { gpu_blocks, host_blocks, hot_region: false };
         }
         // Host pages stay host-only, so a prefix hit costs a hot region and no pages. A long cold
         // prompt streams through a window: it holds that many pages and, once it is past them, a
@@ -33,14 +30,7 @@ impl Coordinator {
         let hot_region = host_prefix > gpu_prefix;
         let needs_hot = hot_region || cold > resident;
         let hot = if needs_hot { config.hot_region_blocks() } else { 0 };
-        AdmissionCost {
-            gpu_blocks: resident
-                .saturating_mul(config.num_kv_groups)
-                .saturating_add(hot)
-                .saturating_add(other),
-            host_blocks,
-            hot_region,
-        }
+        AdmissionCost { gpu_blocks: on_gpu(resident).saturating_add(hot), host_blocks, hot_region }
     }
 
     /// Says whether a request fits, given what the pools could hand out now.

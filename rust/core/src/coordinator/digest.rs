@@ -1,21 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the digest by which tests see that a refused event changed nothing.
 
-use core::fmt::{self, Write};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::Coordinator;
-
-/// FNV-1a over formatted text.
-struct Digest(u64);
-
-impl Write for Digest {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for &byte in text.as_bytes() {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-        Ok(())
-    }
-}
 
 impl Coordinator {
     /// A number that changes with everything the Coordinator decides by. The stamps that find
@@ -23,15 +11,47 @@ impl Coordinator {
     /// is O(pools + pages), and values of different builds do not compare.
     #[must_use]
     pub fn state_digest(&self) -> u64 {
-        let mut transfers: Vec<_> = self.transfers.iter().collect();
-        transfers.sort_by_key(|(id, _)| *id);
-        let mut digest = Digest(0xcbf2_9ce4_8422_2325);
-        let state = (&self.residences, &self.requests, &self.lru, &self.host_users, &self.pending);
-        let counts = (self.num_live, self.step, self.released_gpu, self.num_hot_wanted);
-        let rest = (self.stats, self.shut_down);
-        // OK because writing to a Digest never fails.
-        let _ = write!(digest, "{state:?}{transfers:?}{counts:?}{rest:?}");
-        digest.0
+        let mut hasher = DefaultHasher::new();
+        self.hash_tables(&mut hasher);
+        (self.step, self.stats).hash(&mut hasher);
+        for (id, _) in self.transfers.sorted() {
+            id.hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// A number that is equal for states with the same future: step numbers and transfer ids enter
+    /// only through their order, counters not at all.
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn future_digest(&self) -> u64 {
+        let mut relative = self.clone();
+        let longest = u64::from(self.config.hot_return_steps) + 1;
+        for state in relative.requests.iter_mut().flatten() {
+            if state.full_since != 0 {
+                state.full_since = (self.step + 1 - state.full_since).min(longest);
+            }
+        }
+        let mut hasher = DefaultHasher::new();
+        relative.hash_tables(&mut hasher);
+        hasher.finish()
+    }
+
+    fn hash_tables(&self, hasher: &mut DefaultHasher) {
+        for (id, state) in (0_u32..).zip(&self.requests) {
+            if let Some(state) = state {
+                (id, state).hash(hasher);
+            }
+        }
+        for (_, transfer) in self.transfers.sorted() {
+            transfer.hash(hasher);
+        }
+        self.residences.hash(hasher);
+        self.lru.iter().collect::<Vec<_>>().hash(hasher);
+        self.host_users.hash(hasher);
+        self.pending.hash(hasher);
+        self.hot_blocks.hash(hasher);
+        (self.num_live, self.released_gpu, self.num_hot_wanted, self.shut_down).hash(hasher);
     }
 }
 

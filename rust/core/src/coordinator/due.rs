@@ -181,6 +181,24 @@ mod tests {
     }
 
     #[test]
+    fn the_last_page_of_a_completed_prefix_is_found_by_nobody_before_it_is_restored() {
+        let mut core = with_published_prefix();
+        core.on_blocks_reused(&[2]).unwrap_err();
+        let mut free = crate::step::FreePlan::default();
+        core.on_freed(RequestId(0), crate::step::FreeReason::Finished, &mut free).unwrap();
+        core.on_blocks_reused(&[1, 2]).unwrap();
+        // Both pages are published ones; only KV of other groups is missing.
+        core.on_admitted(&[Admitted {
+            request: RequestId(1),
+            prefix: Prefix::PartialImport { host_pages: 2, num_tokens: 8 },
+            host_blocks: &[1, 2],
+            resident_blocks: &[0, 3],
+        }])
+        .unwrap();
+        assert_eq!(core.readable_copy(crate::ids::HostBlockId(2)), None);
+    }
+
+    #[test]
     fn pages_beyond_the_known_tokens_are_not_sealed() {
         let mut core = core();
         let mut plan = StepPlan::default();

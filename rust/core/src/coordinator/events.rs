@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the events that change block tables: admission, growth, reuse, hot regions, imports.
 
-use super::{Coordinator, host_users_of};
-use crate::config::HostCopy;
+use super::Coordinator;
+use super::check::{check_len, page_blocks};
 use crate::error::{ProtocolFault, Result};
 use crate::hot::HotRegion;
 use crate::ids::{BlockId, HostBlockId, PageIndex, RequestId};
@@ -96,6 +96,10 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.hot = HotRegion::Granted(Lease::adopt(blocks));
         }
+        for &block in blocks {
+            // OK because check_fresh_blocks proved the index to be in range.
+            self.hot_blocks.insert(block as usize);
+        }
         self.pending.release.push(request);
         Ok(())
     }
@@ -142,7 +146,9 @@ impl Coordinator {
     /// With `resident_blocks` `[G]` the page is also restored into them, writable.
     ///
     /// # Errors
-    /// Protocol faults for unknown requests, pages that are not host-only, bad or held blocks.
+    /// Protocol faults for unknown requests, pages that are not host-only, pages whose host copy
+    /// is not complete (one that was redirected just now), bad or held blocks; nothing has changed
+    /// then.
     pub fn on_host_block_redirected(
         &mut self,
         request: RequestId,
@@ -151,7 +157,8 @@ impl Coordinator {
         resident_blocks: Option<&[i32]>,
     ) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page) != Some(PageState::HostOnly) {
+        let state = self.live(request)?;
+        if state.state(page) != Some(PageState::HostOnly) || !state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         let stamp = self.next_stamp();
@@ -166,18 +173,22 @@ impl Coordinator {
 
     /// A worker found that a row of the page never reached the host pool by mirroring (a step
     /// whose mirror did not run, a slot without a host row): the page is copied whole instead of
-    /// being acknowledged, and never published on the strength of mirrored rows.
+    /// being acknowledged, and never published on the strength of mirrored rows. An
+    /// acknowledgement that is under way counts as failed.
     ///
     /// # Errors
-    /// `UnknownRequest`, or `WrongPageState` past the end of the block table.
+    /// `UnknownRequest`; `WrongPageState` past the end of the block table, and for a page that
+    /// every writer has vouched for already: losses must be reported first.
     pub fn on_mirror_lost(&mut self, request: RequestId, page: PageIndex) -> Result<()> {
         self.check_running()?;
-        if self.live(request)?.state(page).is_none() {
+        let state = self.live(request)?;
+        if state.state(page).is_none() || state.is_durable(page) {
             return Err(ProtocolFault::WrongPageState { request, page }.into());
         }
         if let Some(state) = self.slot(request) {
             state.set_needs_copy(page);
         }
+        self.transfers.fail_mirrored(request, page);
         Ok(())
     }
 
@@ -196,174 +207,6 @@ impl Coordinator {
         for id in unread {
             self.residences.remove(id);
         }
-        Ok(())
-    }
-
-    fn check_admitted(&mut self, admitted: &Admitted<'_>, stamp: u64) -> Result<()> {
-        let request = admitted.request;
-        if self.requests.get(request.index()).is_some_and(Option::is_some) {
-            return Err(ProtocolFault::RequestInUse { request }.into());
-        }
-        let groups = self.config.num_kv_groups as usize;
-        let host = admitted.host_blocks;
-        let resident = admitted.resident_blocks;
-        let pages = match admitted.prefix {
-            Prefix::Gpu => resident.len() / groups,
-            Prefix::Host | Prefix::Import { .. } | Prefix::PartialImport { .. } => host.len(),
-        };
-        if pages == 0 && resident.is_empty() && host.is_empty() {
-            return Ok(());
-        }
-        match admitted.prefix {
-            Prefix::Gpu => {
-                if self.config.host_copy != HostCopy::None {
-                    let what = "a GPU-only prefix beside a host pool";
-                    return Err(ProtocolFault::NotConfigured { what }.into());
-                }
-                check_len("host blocks", host.len(), 0)?;
-                check_len("resident blocks", resident.len(), pages * groups)?;
-                for &block in resident {
-                    self.check_block(block)?;
-                }
-                Ok(())
-            }
-            Prefix::Host => {
-                self.check_prefix_lengths(pages, resident)?;
-                for (page, &block) in host.iter().enumerate() {
-                    self.check_host_block(block)?;
-                    if let Some(blocks) = page_blocks(resident, page, groups) {
-                        self.check_prefix_blocks(HostBlockId(block), blocks, stamp)?;
-                    }
-                }
-                Ok(())
-            }
-            Prefix::Import { num_tokens } => self.check_import(admitted, 0, num_tokens, stamp),
-            Prefix::PartialImport { host_pages, num_tokens } => {
-                self.check_import(admitted, host_pages as usize, num_tokens, stamp)
-            }
-        }
-    }
-
-    fn check_import(
-        &mut self,
-        admitted: &Admitted<'_>,
-        host_pages: usize,
-        num_tokens: u32,
-        stamp: u64,
-    ) -> Result<()> {
-        let Admitted { request, host_blocks: host, resident_blocks: resident, .. } = *admitted;
-        let groups = self.config.num_kv_groups as usize;
-        let pages = host.len();
-        self.check_prefix_lengths(pages, resident)?;
-        check_len("host blocks", pages, self.config.pages_for(num_tokens) as usize)?;
-        for (page, &block) in host.iter().enumerate() {
-            if page < host_pages {
-                self.check_host_block(block)?;
-            } else {
-                self.check_fresh_host_block(block, stamp)?;
-            }
-            let Some(blocks) = page_blocks(resident, page, groups) else { continue };
-            if page + 1 != pages {
-                // Only the page that decoding appends to is restored.
-                let page = PageIndex(page as u32);
-                return Err(ProtocolFault::WrongPageState { request, page }.into());
-            }
-            self.check_fresh_blocks(blocks, stamp)?;
-        }
-        Ok(())
-    }
-
-    fn check_prefix_lengths(&self, pages: usize, resident: &[i32]) -> Result<()> {
-        if self.config.host_copy == HostCopy::None {
-            return Err(ProtocolFault::NotConfigured { what: "a host pool" }.into());
-        }
-        if resident.is_empty() {
-            return Ok(());
-        }
-        let groups = self.config.num_kv_groups as usize;
-        check_len("resident blocks", resident.len(), pages * groups)
-    }
-
-    /// A page of a host prefix may bring the blocks of a readable copy, or fresh ones.
-    fn check_prefix_blocks(&mut self, host: HostBlockId, blocks: &[i32], stamp: u64) -> Result<()> {
-        let id = self.residences.of_host_block(host);
-        if !id.is_none() && self.residences.blocks(id) == blocks {
-            return Ok(());
-        }
-        self.check_fresh_blocks(blocks, stamp)
-    }
-
-    fn check_allocated(&mut self, pages: &PagesAllocated<'_>, stamp: u64) -> Result<()> {
-        let request = pages.request;
-        let state = self.live(request)?;
-        let expected = PageIndex(state.num_pages());
-        if pages.first_page != expected {
-            let got = pages.first_page;
-            return Err(ProtocolFault::PageOutOfOrder { request, got, expected }.into());
-        }
-        if state.import_tokens.is_some() {
-            return Err(ProtocolFault::WrongPageState { request, page: expected }.into());
-        }
-        let groups = self.config.num_kv_groups as usize;
-        let count = pages.resident_blocks.len() / groups;
-        check_len("resident blocks", pages.resident_blocks.len(), count * groups)?;
-        let host_expected = if self.config.host_copy == HostCopy::None { 0 } else { count };
-        check_len("host blocks", pages.host_blocks.len(), host_expected)?;
-        for &block in pages.host_blocks {
-            self.check_fresh_host_block(block, stamp)?;
-        }
-        self.check_fresh_blocks(pages.resident_blocks, stamp)
-    }
-
-    fn check_block(&self, block: i32) -> Result<(), ProtocolFault> {
-        let id = BlockId(block);
-        let total = i64::from(self.config.gpu_blocks);
-        if id.is_null() || block < 0 || i64::from(block) >= total {
-            return Err(ProtocolFault::BadBlock { block: id });
-        }
-        Ok(())
-    }
-
-    /// Blocks fresh from the pool: real, no page's, and named once in the batch.
-    fn check_fresh_blocks(&mut self, blocks: &[i32], stamp: u64) -> Result<()> {
-        for &block in blocks {
-            self.check_block(block)?;
-            let id = BlockId(block);
-            if !self.residences.of_block(id).is_none() {
-                return Err(ProtocolFault::BlockHeld { block: id }.into());
-            }
-            // OK because check_block proved the index to be in range.
-            let slot = &mut self.block_stamps[block as usize];
-            if *slot == stamp {
-                return Err(ProtocolFault::BlockHeld { block: id }.into());
-            }
-            *slot = stamp;
-        }
-        Ok(())
-    }
-
-    fn check_host_block(&self, block: i32) -> Result<(), ProtocolFault> {
-        let id = HostBlockId(block);
-        let total = i64::from(self.config.host_blocks);
-        if id.is_null() || block < 0 || i64::from(block) >= total {
-            return Err(ProtocolFault::BadHostBlock { block: id });
-        }
-        Ok(())
-    }
-
-    /// A host block fresh from the pool: real, nobody's, and named once in the batch.
-    fn check_fresh_host_block(&mut self, block: i32, stamp: u64) -> Result<(), ProtocolFault> {
-        self.check_host_block(block)?;
-        let fault = ProtocolFault::HostBlockHeld { block: HostBlockId(block) };
-        if host_users_of(&mut self.host_users, block).is_none_or(|users| *users > 0) {
-            return Err(fault);
-        }
-        // OK because check_host_block proved the index to be in range.
-        let slot = &mut self.host_stamps[block as usize];
-        if *slot == stamp {
-            return Err(fault);
-        }
-        *slot = stamp;
         Ok(())
     }
 
@@ -386,7 +229,7 @@ impl Coordinator {
         if index >= self.requests.len() {
             self.requests.resize_with(index + 1, || None);
         }
-        self.requests[index] = Some(state);
+        self.requests[index] = Some(Box::new(state));
         self.num_live += 1;
         self.stats.admitted += 1;
         self.lru.touch(request);
@@ -415,6 +258,9 @@ impl Coordinator {
                         && self.residences.blocks(self.residences.of_host_block(host)) == blocks;
                     let id = self.share_or_insert(blocks, host, page, a.request);
                     if !shared {
+                        // Nobody else may read the blocks before the restore has completed.
+                        self.residences.unlink(id);
+                        state.unconfirmed_reads += 1;
                         let rows = self.config.block_size;
                         self.pending.restores.push((a.request, page, rows));
                     }
@@ -451,6 +297,11 @@ impl Coordinator {
             match page_blocks(a.resident_blocks, index, groups) {
                 Some(blocks) => {
                     let id = self.residences.insert(blocks, host, page, a.request);
+                    if page.0 < host_pages {
+                        // Others may hit this host page, and must not find blocks that are still
+                        // to be restored.
+                        self.residences.unlink(id);
+                    }
                     state.push_page(host, id, PageState::Importing);
                 }
                 None if page.0 < host_pages => {
@@ -557,6 +408,7 @@ impl Coordinator {
             state.sealed = page.0;
             let rows = landed - page.0 * block_size;
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, rows));
         }
         for block in dropped {
@@ -592,27 +444,16 @@ impl Coordinator {
             HostBlockId(core::mem::replace(&mut state.host_blocks[page.index()], host_block.0));
         state.set_durable(page, false);
         state.published = state.published.min(page.0);
+        state.unconfirmed_reads += 1;
         if !id.is_none() {
             let _ = state.apply(request, page, PageEvent::TailRestored);
             state.residences[page.index()] = id;
             state.set_needs_copy(page);
             state.sealed = state.sealed.min(page.0);
             state.mark_changed(page);
+            state.unconfirmed_reads += 1;
             self.pending.restores.push((request, page, block_size));
         }
         self.pending.host_copies.push((request, page, source));
     }
-}
-
-/// GPU blocks `[G]` of a page, `None` where it has none (null blocks or no array).
-fn page_blocks(resident: &[i32], page: usize, groups: usize) -> Option<&[i32]> {
-    let blocks = resident.get(page * groups..(page + 1) * groups)?;
-    if blocks.iter().all(|&block| block == BlockId::NULL.0) { None } else { Some(blocks) }
-}
-
-fn check_len(what: &'static str, got: usize, expected: usize) -> Result<()> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(ProtocolFault::WrongLength { what, got, expected }.into())
 }

@@ -9,12 +9,20 @@
 //! `on_freed` of a request that was reading it.
 
 mod admission;
+mod check;
 mod digest;
 mod due;
 mod events;
 mod free;
+#[cfg(any(test, feature = "testing"))]
+mod inspect;
 mod plan;
 mod transfers;
+
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use inspect::Inspection;
+
+use fixedbitset::FixedBitSet;
 
 use crate::config::CoordinatorConfig;
 use crate::error::{ProtocolFault, Result};
@@ -32,7 +40,8 @@ use crate::step::PoolLevels;
 pub const MAX_REQUEST_ID_GAP: u32 = 1 << 16;
 
 /// Releases and reports that wait for the next plan.
-#[derive(Debug, Default)]
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
+#[derive(Debug, Default, Hash)]
 struct Pending {
     unpin_gpu: Vec<i32>,
     free_gpu: Vec<i32>,
@@ -55,20 +64,24 @@ struct Pending {
 }
 
 /// The one owner of page states, leases and transfers. See the module's text for the call order.
+#[cfg_attr(any(test, feature = "testing"), derive(Clone))]
 #[derive(Debug)]
 pub struct Coordinator {
     config: CoordinatorConfig,
     residences: Residences,
     transfers: Transfers,
-    requests: Vec<Option<RequestState>>,
+    requests: Vec<Option<Box<RequestState>>>,
     num_live: u32,
     lru: RequestLru,
     /// Live or draining users of each host block.
     host_users: Vec<u32>,
     pending: Pending,
     step: u64,
-    /// Blocks that lost their last hold since the last plan; the pools do not count them yet.
-    released_gpu: u32,
+    /// Blocks that lost their last hold since the last plan, less those that got a first one:
+    /// what carrying out the next plan adds to the pool's free blocks.
+    released_gpu: i64,
+    /// Blocks of hot regions: they belong to no residence, and are as little free.
+    hot_blocks: FixedBitSet,
     /// Hot regions asked for in the last plan.
     num_hot_wanted: u32,
     /// Stamps that find duplicates inside one batch.
@@ -110,6 +123,7 @@ impl Coordinator {
             pending: Pending::default(),
             step: 0,
             released_gpu: 0,
+            hot_blocks: FixedBitSet::with_capacity(config.gpu_blocks as usize),
             num_hot_wanted: 0,
             request_stamps: Vec::new(),
             block_stamps: vec![0; config.gpu_blocks as usize],
@@ -163,7 +177,7 @@ impl Coordinator {
     pub fn has_pending_reclamation(&self, levels: PoolLevels) -> bool {
         let releases = !self.pending.unpin_gpu.is_empty() || !self.pending.free_gpu.is_empty();
         let wanted = self.num_hot_wanted > 0 && levels.gpu_free >= self.config.hot_region_blocks();
-        releases || wanted || self.transfers.iter().any(|(_, t)| t.gpu_lease.is_some())
+        releases || wanted || self.transfers.holds_gpu_blocks()
     }
 
     /// Pages of a live request.
@@ -248,7 +262,7 @@ impl Coordinator {
     }
 
     fn slot(&mut self, request: RequestId) -> Option<&mut RequestState> {
-        self.requests.get_mut(request.index())?.as_mut()
+        self.requests.get_mut(request.index())?.as_deref_mut()
     }
 
     fn check_running(&self) -> Result<(), ProtocolFault> {
@@ -263,10 +277,10 @@ impl Coordinator {
 
     fn stamp_request(&mut self, request: RequestId, stamp: u64) -> Result<(), ProtocolFault> {
         let bound = self.requests.len() + MAX_REQUEST_ID_GAP as usize;
-        if request.index() >= bound.min(i32::MAX as usize) {
-            // OK because the bound is at most i32::MAX.
-            let max = bound.min(i32::MAX as usize) as i64 - 1;
-            let got = i64::from(request.0);
+        let bound = bound.min(RequestId::LIMIT as usize);
+        if request.index() >= bound {
+            // OK because the bound is at most RequestId::LIMIT.
+            let (got, max) = (i64::from(request.0), bound as i64 - 1);
             return Err(ProtocolFault::OutOfRange { what: "request id", got, min: 0, max });
         }
         if request.index() >= self.request_stamps.len() {
@@ -281,13 +295,32 @@ impl Coordinator {
         }
     }
 
+    /// GPU blocks that the pool can hand out once the next plan is carried out.
+    fn available(&self, levels: PoolLevels) -> u32 {
+        let available = i64::from(levels.gpu_free) + self.released_gpu;
+        // OK because it is a number of blocks of the pool.
+        available.max(0) as u32
+    }
+
     fn queue_publication(&mut self, request: RequestId) {
         let Some(state) = self.slot(request) else { return };
-        let publishes = state.phase != Phase::Draining { publish: false };
-        if publishes && !state.publish_queued && state.durable_prefix > state.published {
+        if state.may_publish() && !state.publish_queued && state.durable_prefix > state.published {
             state.publish_queued = true;
             self.pending.publish.push(request);
         }
+    }
+
+    /// Takes the request's hot region from it and appends its blocks to `freed`. True if it had
+    /// one.
+    fn end_hot_region(&mut self, request: RequestId, freed: &mut Vec<i32>) -> bool {
+        let Some(lease) = self.slot(request).and_then(|state| state.hot.take()) else {
+            return false;
+        };
+        for &block in lease.blocks() {
+            self.hot_blocks.set(block as usize, false);
+        }
+        lease.release(freed);
+        true
     }
 
     fn add_host_user(&mut self, block: i32) {

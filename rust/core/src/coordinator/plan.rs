@@ -6,6 +6,7 @@ use crate::config::HostCopy;
 use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::page::{PageEvent, PageState};
+use crate::request::Phase;
 use crate::step::{PoolLevels, Refusal, Scheduled, StepEvents, StepPlan};
 
 impl Coordinator {
@@ -46,8 +47,8 @@ impl Coordinator {
         plan.recycled_host_blocks.append(&mut self.pending.recycled_host_blocks);
         self.adopt_copies();
         self.plan_queued_transfers(plan);
-        let available = levels.gpu_free.saturating_add(self.released_gpu);
-        let room = available.saturating_sub(self.config.watermark().saturating_mul(2));
+        let reserve = self.config.watermark().saturating_mul(2);
+        let room = self.available(levels).saturating_sub(reserve);
         let mut room = if self.config.transition { room } else { 0 };
         self.release_granted();
         for (at, item) in scheduled.iter().enumerate() {
@@ -134,10 +135,13 @@ impl Coordinator {
     /// unpinned, and whoever is admitted next may have the blocks.
     fn adopt_copies(&mut self) {
         for request in core::mem::take(&mut self.pending.adopt) {
-            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut)
+            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
             else {
                 continue;
             };
+            if state.phase != Phase::Live {
+                continue;
+            }
             for page in (0..state.num_pages()).map(PageIndex) {
                 if state.state(page) != Some(PageState::HostOnly) {
                     continue;
@@ -145,6 +149,10 @@ impl Coordinator {
                 let host = HostBlockId(state.host_blocks[page.index()]);
                 let id = self.residences.of_host_block(host);
                 let Some(residence) = self.residences.get_mut(id) else { continue };
+                // Losing a block reports the residence's position to all readers.
+                if residence.page != page {
+                    continue;
+                }
                 if state.apply(request, page, PageEvent::Adopted).is_ok() {
                     residence.readers.push(request);
                     state.residences[page.index()] = id;
@@ -171,10 +179,16 @@ impl Coordinator {
     /// Requests with a fresh hot region give up all pages that may go.
     pub(super) fn release_granted(&mut self) {
         for request in core::mem::take(&mut self.pending.release) {
-            let Ok(state) = self.live(request) else { continue };
-            for page in (0..state.tail_start()).map(PageIndex) {
-                self.try_release(request, page);
-            }
+            self.release_all(request);
+        }
+    }
+
+    /// Releases every page that may go, tail first: the first block given up is the first to be
+    /// reused, and the start of a prefix serves most.
+    fn release_all(&mut self, request: RequestId) {
+        let Ok(state) = self.live(request) else { return };
+        for page in (0..state.tail_start()).rev().map(PageIndex) {
+            self.try_release(request, page);
         }
     }
 
@@ -215,7 +229,8 @@ impl Coordinator {
     fn regain_residency(&mut self, request: RequestId, room: u32, plan: &mut StepPlan) -> u32 {
         let groups = self.config.num_kv_groups;
         let step = self.step;
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
+        else {
             return room;
         };
         if !state.hot.is_held() {
@@ -228,12 +243,10 @@ impl Coordinator {
                 state.full_since = step;
             } else if step - state.full_since >= u64::from(self.config.hot_return_steps) {
                 state.full_since = 0;
-                if let Some(lease) = state.hot.take() {
-                    self.released_gpu += self.config.hot_region_blocks();
-                    lease.release(&mut self.pending.free_gpu);
-                    plan.hot_regions_returned.push(request.0 as i32);
-                    self.stats.hot_regions_returned += 1;
-                }
+                self.released_gpu += i64::from(self.config.hot_region_blocks());
+                self.end_hot_region(request, &mut plan.free_gpu);
+                plan.hot_regions_returned.push(request.0 as i32);
+                self.stats.hot_regions_returned += 1;
             }
             return room;
         }
@@ -252,6 +265,9 @@ impl Coordinator {
             if state.apply(request, page, PageEvent::Repinned).is_ok() {
                 plan.touch_gpu.extend_from_slice(self.residences.blocks(id));
                 if let Some(residence) = self.residences.get_mut(id) {
+                    if residence.holders == 0 {
+                        self.released_gpu -= i64::from(groups);
+                    }
                     residence.holders += 1;
                 }
                 self.stats.pages_repinned += 1;
@@ -262,7 +278,8 @@ impl Coordinator {
 
     /// The worker's residency row: all resident pages once, then changes only.
     pub(super) fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_mut) else {
+        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
+        else {
             return;
         };
         let groups = self.config.num_kv_groups as usize;
@@ -300,39 +317,34 @@ impl Coordinator {
         plan.all_context_resident &= !reads_host;
     }
 
-    /// Under pressure, least recently scheduled requests give up residency first: those in a
-    /// spell of full residency release their pages at once, others are asked to take a hot
-    /// region, if that frees more blocks than it costs.
+    /// Under pressure, least recently scheduled requests give up residency first: those with a
+    /// hot region release the pages that they kept while there was room, others are asked to take
+    /// a hot region, if that frees more blocks than it costs.
     fn relieve_pressure(&mut self, levels: PoolLevels, plan: &mut StepPlan) {
         self.num_hot_wanted = 0;
-        let available = levels.gpu_free.saturating_add(self.released_gpu);
+        let available = self.available(levels);
         let watermark = self.config.watermark();
         if !self.config.transition || available >= watermark {
             return;
         }
         let mut deficit = i64::from(watermark - available);
-        let mut budget = levels.gpu_free;
+        let mut budget = available;
         let region = self.config.hot_region_blocks();
         let groups = self.config.num_kv_groups;
-        let mut ends_spell = Vec::new();
-        for request in self.lru.iter() {
-            if deficit <= 0 {
-                break;
-            }
+        let mut next = self.lru.oldest();
+        while let Some(request) = next.filter(|_| deficit > 0) {
+            next = self.lru.newer_than(request);
             let Ok(state) = self.live(request) else { continue };
-            let gain = state.num_releasable().saturating_mul(groups);
             if state.hot.is_held() {
-                if state.full_since != 0 && gain > 0 {
-                    deficit -= i64::from(gain);
-                    ends_spell.push(request);
-                }
+                deficit -= self.release_kept(request);
                 continue;
             }
+            let gain = state.num_releasable().saturating_mul(groups);
             if gain <= region {
                 continue;
             }
             if budget < region {
-                let free = levels.gpu_free;
+                let free = available;
                 let reclaiming = !self.transfers.is_empty();
                 let refusal = Refusal::Short { pool: Pool::Gpu, need: region, free, reclaiming };
                 plan.refusals.push((request.0 as i32, refusal));
@@ -343,19 +355,29 @@ impl Coordinator {
             plan.hot_regions_wanted.push(request.0 as i32);
             self.num_hot_wanted += 1;
         }
-        for request in ends_spell {
-            if let Some(state) = self.slot(request) {
-                state.full_since = 0;
-            }
-            self.pending.release.push(request);
+    }
+
+    /// Ends a spell of full residency and releases what the request may give up. Returns the
+    /// blocks that lost their last hold.
+    fn release_kept(&mut self, request: RequestId) -> i64 {
+        let before = self.released_gpu;
+        let Some(state) = self.slot(request) else { return 0 };
+        let kept = state.count_outside_tail(&[PageState::Clean, PageState::Enqueued]);
+        if kept > 0 {
+            state.full_since = 0;
+            self.release_all(request);
         }
-        self.release_granted();
+        self.released_gpu - before
     }
 
     pub(super) fn flush(&mut self, plan: &mut StepPlan) {
         for request in core::mem::take(&mut self.pending.publish) {
             let Some(state) = self.slot(request) else { continue };
-            state.publish_queued = false;
+            let queued = core::mem::take(&mut state.publish_queued);
+            if !queued || !state.may_publish() {
+                // Queued again when its reads are confirmed.
+                continue;
+            }
             let (from, to) = (state.published, state.durable_prefix);
             if to > from {
                 state.published = to;

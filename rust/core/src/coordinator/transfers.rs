@@ -91,13 +91,14 @@ impl Coordinator {
 
     fn after_enqueue(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.get(id) else { return };
-        // A copy that is known to have failed frees nothing: the GPU copy is the only good one.
-        if transfer.enqueued < transfer.required || transfer.failed {
+        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
+        // A copy that is known to be bad leaves the GPU copy the only one. A restore keeps its
+        // blocks until it has completed, when it is known whether others may read them.
+        if transfer.enqueued < transfer.required || transfer.failed || !is_spill {
             return;
         }
         let (request, page, residence) = (transfer.request, transfer.page, transfer.residence);
-        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
-        if is_spill && self.live(request).is_ok() {
+        if self.live(request).is_ok() {
             if let Some(state) = self.slot(request) {
                 if state.state(page) == Some(PageState::Spilling) {
                     // OK because the table allows this event in that state.
@@ -115,22 +116,15 @@ impl Coordinator {
 
     fn after_completion(&mut self, mut transfer: Transfer) {
         let Transfer { request, page, residence, .. } = transfer;
+        match transfer.kind {
+            TransferKind::Spill | TransferKind::Mirrored => {}
+            TransferKind::Restore | TransferKind::HostCopy => self.after_read(&transfer),
+        }
         if let Some(lease) = transfer.gpu_lease.take() {
             self.end_gpu_lease(lease, residence, request);
         }
-        match transfer.kind {
-            TransferKind::Spill | TransferKind::Mirrored => self.after_spill(&transfer),
-            TransferKind::Restore | TransferKind::HostCopy if transfer.failed => {
-                self.report_lost(request, page);
-            }
-            TransferKind::Restore => {}
-            TransferKind::HostCopy => {
-                if let Some(state) = self.slot(request) {
-                    if state.state(page) == Some(PageState::HostOnly) {
-                        state.set_durable(page, true);
-                    }
-                }
-            }
+        if matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored) {
+            self.after_spill(&transfer);
         }
         self.queue_publication(request);
         if let Some(state) = self.slot(request) {
@@ -140,6 +134,22 @@ impl Coordinator {
             self.end_host_lease(lease, request, page);
         }
         self.end_drain(request);
+    }
+
+    /// A restore or a host copy has ended: its request reads rows that are good from now on, or
+    /// has read bad ones.
+    fn after_read(&mut self, transfer: &Transfer) {
+        let Transfer { kind, request, page, residence, failed, .. } = *transfer;
+        let Some(state) = self.slot(request) else { return };
+        state.unconfirmed_reads = state.unconfirmed_reads.saturating_sub(1);
+        if failed {
+            self.report_lost(request, page);
+        } else if kind == TransferKind::Restore {
+            // OK because the transfer's lease has kept the residence alive.
+            self.residences.link(residence);
+        } else if state.state(page) == Some(PageState::HostOnly) {
+            state.set_durable(page, true);
+        }
     }
 
     fn after_spill(&mut self, transfer: &Transfer) {
@@ -169,9 +179,13 @@ impl Coordinator {
     }
 
     fn report_lost(&mut self, request: RequestId, page: PageIndex) {
-        if self.live(request).is_ok() {
-            // OK because ids and pages are bounded by i32 block counts.
-            self.pending.lost_pages.push((request.0 as i32, page.0 as i32));
+        if self.live(request).is_err() {
+            return;
+        }
+        // OK because ids are below RequestId::LIMIT, and pages are bounded by i32 block counts.
+        self.pending.lost_pages.push((request.0 as i32, page.0 as i32));
+        if let Some(state) = self.slot(request) {
+            state.tainted = true;
         }
     }
 
@@ -209,7 +223,7 @@ impl Coordinator {
         residence.holders = residence.holders.saturating_sub(1);
         let left = residence.holders;
         if left == 0 {
-            self.released_gpu += groups;
+            self.released_gpu += i64::from(groups);
         }
         left
     }
@@ -235,38 +249,31 @@ impl Coordinator {
 
     fn end_host_lease(&mut self, lease: Lease, request: RequestId, page: PageIndex) {
         if let Some(state) = self.slot(request) {
-            let publishes = state.phase == Phase::Draining { publish: true };
-            if publishes && page.0 >= state.durable_prefix {
-                // Freed now, the block would be lost before the gap in front of it has closed.
-                state.drained.push((page, lease));
+            let publishes = state.phase != Phase::Draining { publish: false };
+            if publishes && state.is_durable(page) && page.0 >= state.durable_prefix {
+                // Freed now, the block would be lost if the request ended before the gap in front
+                // of the page has closed.
+                state.beyond_gap.push((page, lease));
                 return;
             }
         }
         self.free_host_lease(lease);
     }
 
-    fn free_host_lease(&mut self, lease: Lease) {
+    pub(super) fn free_host_lease(&mut self, lease: Lease) {
         for &block in lease.blocks() {
             self.remove_host_user(block);
         }
         lease.release(&mut self.pending.free_host);
     }
 
-    /// Frees what a freed request still leases, as far as it is published, and retires it after
-    /// its last transfer.
+    /// Frees the host leases of pages in front of which the gap has closed, and retires a freed
+    /// request after its last transfer.
     fn end_drain(&mut self, request: RequestId) {
         let Some(state) = self.slot(request) else { return };
-        if state.phase == Phase::Live {
-            return;
-        }
-        let done = state.num_transfers == 0;
+        let done = state.phase != Phase::Live && state.num_transfers == 0;
         let prefix = state.durable_prefix;
-        let mut kept = Vec::new();
-        let mut ended = Vec::new();
-        for (page, lease) in core::mem::take(&mut state.drained) {
-            if done || page.0 < prefix { ended.push(lease) } else { kept.push((page, lease)) }
-        }
-        state.drained = kept;
+        let ended = state.take_beyond_gap(if done { u32::MAX } else { prefix });
         for lease in ended {
             self.free_host_lease(lease);
         }

@@ -134,6 +134,22 @@ impl MirrorMask {
         Ok(())
     }
 
+    /// Forgets that one row landed: it was a draft that was rejected, and is written again.
+    ///
+    /// # Errors
+    /// `Protocol` for the null block, unknown blocks and tokens past the block's end.
+    pub fn unmark(&mut self, block: HostBlockId, token: u32) -> Result<()> {
+        if token >= self.block_size {
+            return Err(wrong_len("rows of a block", token as usize + 1, self.block_size as usize));
+        }
+        let range = self.range(block).filter(|_| !block.is_null());
+        match range.and_then(|range| self.words.get_mut(range)) {
+            Some(words) => words[(token / 64) as usize] &= !(1 << (token % 64)),
+            None => return Err(ProtocolFault::BadHostBlock { block }.into()),
+        }
+        Ok(())
+    }
+
     /// Marks one row, for a block and token that were checked.
     pub(super) fn mark(&mut self, block: HostBlockId, token: u32) {
         let word = block.0 as usize * self.words_per_block + (token / 64) as usize;
@@ -191,6 +207,23 @@ mod tests {
         for block in [0, 2, -1, i32::MAX] {
             assert!(!mask.is_full(HostBlockId(block)), "{block}");
             assert!(mask.clear(HostBlockId(block)).is_err(), "{block}");
+            assert!(mask.unmark(HostBlockId(block), 0).is_err(), "{block}");
+        }
+    }
+
+    #[test]
+    fn a_row_that_is_unmarked_has_not_landed() {
+        for block_size in [1, 64, 65, 128] {
+            let mut mask = MirrorMask::new(3, block_size);
+            for block in [1, 2] {
+                (0..block_size).for_each(|token| mask.mark(HostBlockId(block), token));
+            }
+            let last = block_size - 1;
+            mask.unmark(HostBlockId(2), last).unwrap();
+            assert!(!mask.is_full(HostBlockId(2)) && mask.is_full(HostBlockId(1)), "{block_size}");
+            mask.mark(HostBlockId(2), last);
+            assert!(mask.is_full(HostBlockId(2)), "{block_size}");
+            assert!(mask.unmark(HostBlockId(2), block_size).is_err());
         }
     }
 }

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Owns synthetic load for the embedded engine, the simulator and the benches. Nothing in the core
-//! uses it.
+//! Owns the embedded engine, which plays vLLM's part around the Coordinator with real bytes, and
+//! the synthetic load for it, the simulator and the benches. Nothing in the core uses it.
 
+pub mod content;
+pub mod demo;
+pub mod engine;
 pub mod policy;
+pub mod prefix;
 pub mod rng;
+pub mod soak;
 pub mod topk;
+pub mod worker;
+pub mod workload;

@@ -4,8 +4,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod bytes;
+mod exhaustive;
+mod faults;
 mod naive;
+mod prefix;
+mod pressure;
+mod publication;
 mod resolve_fuzz;
 mod resolve_oracles;
 mod rng;
+mod script;
+mod state_machine;
 mod vectors;

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owns the copy kernel: the rows of a copy list, host pool to hot slots, for some layers.
+//
+// Contract: launched by copy_launch. Grid of any size, kCopyThreads threads a block. Reads the copy
+// list and the host rows over the bus; writes the hot rows. Caller's stream, graph-safe. The list
+// is cut into equal contiguous slices over all requests, one a block: inside a request it is
+// ordered by host row, so a block keeps to few pages of the host's address translation.
+#pragma once
+
+#include <cstdint>
+
+#include "hotpage/abi.h"
+#include "hotpage/warp.cuh"
+
+namespace hotpage {
+
+constexpr int kCopyThreads = 512;
+constexpr int kCopyWarps = kCopyThreads / kWarpSize;
+constexpr int kMaxRequests = HOTPAGE_MAX_REQUESTS;
+static_assert(kMaxRequests == 2 * kCopyThreads, "a thread takes two requests");
+
+// Rows of one layer that a warp has in flight, and 16-byte units of them that a lane holds.
+constexpr int kRowsPerChunk = 4;
+constexpr int kUnitsPerLane = 6;
+constexpr int kUnitBytes = 16;
+
+struct CopyArgs {
+  hotpage_copy_params p;
+  uint32_t units_per_row;
+  uint32_t units_per_row_reciprocal;  // ceil(2^32 / units_per_row); 0 for one unit
+  // 1: the list repeats every row for each layer in turn, so that rows that lie side by side in
+  // the host pool are read together. 0: a layer's rows follow each other.
+  uint32_t layers_innermost;
+};
+
+inline CopyArgs plan_copy(const hotpage_copy_params &p) {
+  CopyArgs args = {};
+  args.p = p;
+  args.units_per_row = static_cast<uint32_t>(p.row_bytes) / kUnitBytes;
+  args.units_per_row_reciprocal = reciprocal(args.units_per_row);
+  args.layers_innermost = p.host_row_stride > p.row_bytes ? 1 : 0;
+  return args;
+}
+
+// A row of one layer: where from and where to.
+struct RowCopy {
+  uint64_t source;
+  uint64_t target;
+};
+
+// first_of_request[i]: copies of the requests before i. Returns all copies; ends with a barrier.
+__device__ __forceinline__ uint32_t sum_copy_counts(const hotpage_copy_params &p,
+                                                    uint32_t *first_of_request,
+                                                    WarpWords<kCopyWarps> *totals) {
+  const int32_t *counts = reinterpret_cast<const int32_t *>(p.copy_count);
+  const int request = 2 * static_cast<int>(threadIdx.x);
+  const auto count_of = [&](int i) {
+    return i < p.num_requests ? static_cast<uint32_t>(counts[i]) : 0u;
+  };
+  const uint32_t even = count_of(request), odd = count_of(request + 1);
+  uint32_t warp_total;
+  const uint32_t before = warp_exclusive_sum(even + odd, &warp_total);
+  totals->put(warp_total);
+  __syncthreads();  // orders every warp's total before the sums
+  const uint32_t first = totals->sum_before() + before;
+  first_of_request[request] = first;
+  first_of_request[request + 1] = first + even;
+  const uint32_t total = totals->sum();
+  __syncthreads();  // orders the sums before the searches
+  return total;
+}
+
+// The request that copy number `index` belongs to: the last whose first copy is not after it.
+__device__ __forceinline__ uint32_t find_request(const uint32_t *first_of_request,
+                                                 int32_t num_requests, uint32_t index) {
+  uint32_t low = 0, high = static_cast<uint32_t>(num_requests);
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (first_of_request[middle] <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ RowCopy find_copy(const CopyArgs &args, const uint32_t *first_of_request,
+                                             uint32_t num_copies, uint32_t item) {
+  const hotpage_copy_params &p = args.p;
+  const uint32_t num_layers = static_cast<uint32_t>(p.num_layers);
+  const uint32_t layer = args.layers_innermost ? item % num_layers : item / num_copies;
+  const uint32_t index = args.layers_innermost ? item / num_layers : item - layer * num_copies;
+  const uint32_t request = find_request(first_of_request, p.num_requests, index);
+  const int64_t at = int64_t{request} * p.copy_list_stride + (index - first_of_request[request]);
+  const int64_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[at];
+  const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[at];
+  const int32_t block = hot_row / p.block_stride_rows;
+  const int64_t row_in_block = hot_row - block * p.block_stride_rows;
+  return {p.host_layer[layer] + static_cast<uint64_t>(host_row * p.host_row_stride),
+          p.gpu_layer[layer] +
+              static_cast<uint64_t>(block * p.gpu_block_stride + row_in_block * p.row_bytes)};
+}
+
+// The row of a chunk that a unit belongs to.
+__device__ __forceinline__ uint32_t row_of_unit(const CopyArgs &args, uint32_t unit) {
+  return args.units_per_row == 1 ? unit : __umulhi(unit, args.units_per_row_reciprocal);
+}
+
+// Copies num_units units of the chunk's rows; lane i < kRowsPerChunk holds row i's addresses.
+__device__ __forceinline__ void copy_chunk(const CopyArgs &args, const RowCopy &mine,
+                                           uint32_t num_units) {
+  for (uint32_t base = 0; base < num_units; base += kWarpSize * kUnitsPerLane) {
+    uint4 units[kUnitsPerLane];
+    // All reads are under way before the first write waits for one.
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i) {
+      const uint32_t unit = base + i * kWarpSize + lane_id();
+      const uint32_t row = row_of_unit(args, unit);
+      const uint64_t source = __shfl_sync(kFullWarp, mine.source, row % kRowsPerChunk);
+      if (unit < num_units) {
+        const uint32_t offset = (unit - row * args.units_per_row) * kUnitBytes;
+        units[i] = __ldcg(reinterpret_cast<const uint4 *>(source + offset));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i) {
+      const uint32_t unit = base + i * kWarpSize + lane_id();
+      const uint32_t row = row_of_unit(args, unit);
+      const uint64_t target = __shfl_sync(kFullWarp, mine.target, row % kRowsPerChunk);
+      if (unit < num_units) {
+        const uint32_t offset = (unit - row * args.units_per_row) * kUnitBytes;
+        __stcg(reinterpret_cast<uint4 *>(target + offset), units[i]);
+      }
+    }
+  }
+}
+
+// Shared memory of a copy block.
+struct CopyShared {
+  uint32_t first_of_request[kMaxRequests];
+  WarpWords<kCopyWarps> totals;
+};
+
+// What a block does once the copy list is there.
+__device__ __forceinline__ void copy_slice(const CopyArgs &args, CopyShared *shared) {
+  const uint32_t *first_of_request = shared->first_of_request;
+  const uint32_t num_copies = sum_copy_counts(args.p, shared->first_of_request, &shared->totals);
+  const uint32_t num_items = num_copies * static_cast<uint32_t>(args.p.num_layers);
+  const uint32_t num_chunks = (num_items + kRowsPerChunk - 1) / kRowsPerChunk;
+  const uint32_t slice = (num_chunks + gridDim.x - 1) / gridDim.x;
+  const uint32_t end = min(num_chunks, (blockIdx.x + 1) * slice);
+
+  const auto find = [&](uint32_t chunk) {
+    const uint32_t item = chunk * kRowsPerChunk + lane_id();
+    if (chunk >= end || lane_id() >= kRowsPerChunk || item >= num_items) return RowCopy{0, 0};
+    return find_copy(args, first_of_request, num_copies, item);
+  };
+  uint32_t chunk = blockIdx.x * slice + warp_id();
+  RowCopy mine = find(chunk);
+  for (; chunk < end; chunk += kCopyWarps) {
+    // The next chunk's addresses arrive while this one's rows are on the bus.
+    const RowCopy next = find(chunk + kCopyWarps);
+    const uint32_t rows = min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk);
+    copy_chunk(args, mine, rows * args.units_per_row);
+    mine = next;
+  }
+}
+
+// The kernels' bodies also run on a CPU, in tests; the launch does not.
+#ifdef __CUDACC__
+
+template <bool kAfterResolve>
+__global__ void __launch_bounds__(kCopyThreads, 1)
+    copy_rows_kernel(const __grid_constant__ CopyArgs args) {
+  __shared__ CopyShared shared;
+#if __CUDA_ARCH__ >= 900
+  // Orders the whole resolve, its copy list and counts included, before everything below.
+  if (kAfterResolve) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  copy_slice(args, &shared);
+}
+
+#endif  // __CUDACC__
+
+}  // namespace hotpage

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owns hotpage_replay_copy and the copy launcher: a copy list's rows for one or more layers.
+
+#include "hotpage/copy_launch.h"
+#include "hotpage/copy_rows.cuh"
+
+namespace hotpage {
+namespace {
+
+// Enough rows on the bus to fill it, measured on an H200; see benches/README.md.
+constexpr int32_t kDefaultCopyBlocks = 128;
+
+constexpr int32_t kMinBlockSize = 1;
+constexpr int32_t kMaxBlockSize = 128;
+
+}  // namespace
+
+hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
+  if (p.struct_size != sizeof(p)) return HOTPAGE_STATUS_STRUCT_SIZE;
+  bool ok = p.num_requests >= 1 && p.num_requests <= kMaxRequests && p.num_layers >= least_layers &&
+            p.num_layers <= HOTPAGE_MAX_GROUP_LAYERS && p.row_bytes >= kUnitBytes &&
+            p.row_bytes % kUnitBytes == 0 && p.row_bytes <= HOTPAGE_MAX_ROW_BYTES &&
+            p.max_blocks >= 0 && p.copy_list_stride >= 1 && p.host_row_stride >= p.row_bytes &&
+            p.host_row_stride % kUnitBytes == 0 && p.block_size >= kMinBlockSize &&
+            p.block_size <= kMaxBlockSize && p.block_stride_rows >= p.block_size &&
+            p.gpu_block_stride >= int64_t{p.block_size} * p.row_bytes &&
+            p.gpu_block_stride % kUnitBytes == 0 && p.copy_host_row != 0 && p.copy_hot_row != 0 &&
+            p.copy_count != 0;
+  for (int32_t layer = 0; ok && layer < p.num_layers; ++layer) {
+    ok = p.host_layer[layer] != 0 && p.host_layer[layer] % kUnitBytes == 0 &&
+         p.gpu_layer[layer] != 0 && p.gpu_layer[layer] % kUnitBytes == 0;
+  }
+  return ok ? HOTPAGE_OK : HOTPAGE_STATUS_INVALID_ARGUMENT;
+}
+
+hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve,
+                           cudaStream_t stream) {
+  const CopyArgs args = plan_copy(params);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
+  config.blockDim = dim3(kCopyThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = after_resolve ? 1 : 0;
+  return status_of(after_resolve ? cudaLaunchKernelEx(&config, copy_rows_kernel<true>, args)
+                                 : cudaLaunchKernelEx(&config, copy_rows_kernel<false>, args));
+}
+
+}  // namespace hotpage
+
+extern "C" hotpage_status hotpage_replay_copy(const hotpage_copy_params *params, void *stream) {
+  if (params == nullptr) return HOTPAGE_STATUS_INVALID_ARGUMENT;
+  const hotpage_status checked = hotpage::check_copy(*params, 1);
+  if (checked != HOTPAGE_OK) return checked;
+  return hotpage::launch_copy(*params, false, static_cast<cudaStream_t>(stream));
+}

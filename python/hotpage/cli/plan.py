@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns `hotpage plan`: how many requests a machine runs at each context length, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotpage.errors import ConfigError
+
+_MODEL = typer.Option("--model", help="Model name, or a config.json or its folder.")
+_GPU = typer.Option("--gpu", help="H100, H200, B200, B300, GH200 or RTX-PRO-6000.")
+
+
+def _contexts(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part.replace("_", "")) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"context is {text!r}, expected numbers of tokens with commas between; say 65536,131072"
+        ) from None
+
+
+def plan(
+    model: Annotated[str, _MODEL] = "glm-5.3",
+    gpu: Annotated[str | None, _GPU] = None,
+    hbm_gib: Annotated[float | None, typer.Option(help="Memory of one GPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs in all: tp x dp.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; gpus / dp.")] = None,
+    dp: Annotated[int, typer.Option(help="Data parallel replicas.")] = 1,
+    weights_gib: Annotated[float | None, typer.Option(help="Weights of one replica.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="fp8_ds_mla or bf16.")] = "fp8_ds_mla",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
+    hot_rows: Annotated[
+        int | None, typer.Option(help="Hot rows of a request; (mtp + 2) x top-k.")
+    ] = None,
+    mtp: Annotated[int, typer.Option(help="Speculative tokens.")] = 0,
+    host_pool_gib: Annotated[
+        float | None, typer.Option(help="Host pool of one replica; sized to need.")
+    ] = None,
+    offload_gib: Annotated[
+        float | None, typer.Option(help="Dense offloading's pool of one replica.")
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As for the engine.")] = 0.92,
+    context: Annotated[
+        str | None, typer.Option(help="Context lengths, commas between; 8K to 1M.")
+    ] = None,
+    output: Annotated[int, typer.Option(help="Tokens that a request generates.")] = 0,
+    hit_rate: Annotated[
+        float | None, typer.Option(help="Selected rows found hot; the published rate.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="Host pool: row_interleaved or layer_major.")
+    ] = "row_interleaved",
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Host link of one GPU, one direction.")
+    ] = None,
+    runtime_gib: Annotated[
+        float, typer.Option(help="What an engine takes of a GPU beside weights and KV.")
+    ] = 15.0,
+    kv_gib: Annotated[
+        float | None, typer.Option(help="KV memory of one GPU as an engine printed it.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest request admitted; each context in turn.")
+    ] = None,
+    batched_tokens: Annotated[
+        int | None, typer.Option(help="The engine's max_num_batched_tokens.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="As for the engine.")] = None,
+    registration_gib: Annotated[
+        float, typer.Option(help="Most memory that one pinned registration holds.")
+    ] = 256.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this .png, .svg or .pdf.")] = None,
+) -> None:
+    """Say how many requests run at each context length, and what limits them.
+
+    With expert parallelism over replicas a GPU holds fewer weights than a share of one replica:
+    give --kv-gib from an engine's log.
+    """
+    from hotpage.plan import Request, find_gpu, find_model
+    from hotpage.plan.report import table_csv, text
+    from hotpage.plan.request import compute, resolve, shape
+
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv are both given, expected one; drop the other")
+    request = resolve(
+        Request(
+            model=find_model(model),
+            gpu=find_gpu(gpu) if gpu is not None else None,
+            hbm_gib=hbm_gib,
+            gpus=gpus,
+            tp=_ranks(tp, gpus, dp),
+            dp=dp,
+            weights_gib=weights_gib,
+            runtime_gib=runtime_gib,
+            kv_gib=kv_gib,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            hot_rows=hot_rows,
+            mtp=mtp,
+            host_pool_gib=host_pool_gib,
+            offload_gib=offload_gib,
+            registration_gib=registration_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            contexts=_contexts(context),
+            output=output,
+            max_model_len=max_model_len,
+            batched_tokens=batched_tokens,
+            max_num_seqs=max_num_seqs,
+            hit_rate=hit_rate,
+            link_gbps=link_gbps,
+            layout=layout,
+        )
+    )
+    found = compute(request)
+    if plot is not None:
+        from hotpage.plan.plots import draw
+
+        draw(request, found, plot)
+    if as_json:
+        print(json.dumps(shape(request, found), indent=2))
+    elif as_csv:
+        print(table_csv(shape(request, found)), end="")
+    else:
+        print(text(request, found))
+
+
+def _ranks(tp: int | None, gpus: int | None, dp: int) -> int:
+    """Ranks of a replica; GPUs that replicas cannot share evenly are refused by the planner."""
+    if tp is not None:
+        return tp
+    return max(gpus // dp, 1) if gpus is not None and dp > 0 else 1

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the reading of a model's geometry from its `config.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hotpage.errors import ConfigError
+from hotpage.plan.profiles import Model
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}); give the model's config.json") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no object; give the model's config.json")
+    return found
+
+
+def _number(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name, default)
+    if value is None:
+        raise ConfigError(f"{name} is missing in config.json; give the model's own file")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ConfigError(f"{name} is {value!r} in config.json, expected a count; correct it")
+    return value
+
+
+def _pattern(config: dict[str, Any]) -> str | None:
+    value = config.get("index_topk_pattern")
+    if value is None:
+        return None
+    if not isinstance(value, str | list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"index_topk_pattern is {value!r}, expected letters; correct it")
+    if any(len(one) != 1 for one in value):
+        raise ConfigError("index_topk_pattern has words, expected one letter a layer; correct it")
+    return "".join(value)
+
+
+def _weights_gib(folder: Path) -> float | None:
+    """Bytes of the checkpoint that lies beside the configuration, in GiB."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    metadata = _load(index).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return total / 2**30 if isinstance(total, int | float) and total > 0 else None
+
+
+def read_config(path: Path) -> Model:
+    """The geometry that a `config.json` states, under the field names that vLLM 0.33 reads.
+
+    Raises:
+        ConfigError: a field is missing or impossible, or the model cannot be planned for.
+    """
+    config = _load(path)
+    nested = config.get("text_config")
+    if isinstance(nested, dict):
+        config = nested
+    kind = str(config.get("model_type", ""))
+    if kind.startswith("deepseek_v4"):
+        raise ConfigError(f"model_type is {kind!r}, expected one with plain sparse MLA; none helps")
+    if "index_topk" not in config:
+        raise ConfigError(
+            "index_topk is missing in config.json, so the model has no indexer, expected sparse "
+            "attention; serve it with ordinary residency"
+        )
+    pooled = _number(config, "index_kpool", 1)
+    if pooled > 1:
+        raise ConfigError(
+            f"index_kpool is {pooled}, expected 1: the recurrent layers that come with pooled "
+            "indexers are not modelled; plan from the engine's log"
+        )
+    weights_gib = _weights_gib(path.parent)
+    return Model(
+        name=path.parent.name or path.stem,
+        layers=_number(config, "num_hidden_layers"),
+        top_k=_number(config, "index_topk"),
+        source=path.name,
+        frequency=_number(config, "index_topk_freq", 1),
+        offset=_number(config, "index_skip_topk_offset", 2),
+        pattern=_pattern(config),
+        kv_lora_rank=_number(config, "kv_lora_rank"),
+        rope_dim=_number(config, "qk_rope_head_dim"),
+        index_head_dim=_number(config, "index_head_dim"),
+        draft_layers=_number(config, "num_nextn_predict_layers", 0),
+        max_positions=_number(config, "max_position_embeddings"),
+        weights_gib=weights_gib,
+        weights_source="model.safetensors.index.json beside it" if weights_gib else "",
+    )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the proof that resolve_and_copy equals the model, bit for bit, over many steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from reference import Batch, HotState, resolve_batch  # noqa: E402
+from resolve_cases import PLAIN, Odds, Shape, Workload, empty_states  # noqa: E402
+from resolve_device import DEVICE, DeviceResolve  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SMALL = Shape()
+SHAPES = {
+    "one row": SMALL,
+    "four rows": Shape(rows_per_request=4, hot_rows=256, num_requests=5),
+    "ten rows, wide rows": Shape(
+        rows_per_request=10, top_k=48, hot_rows=480, row_bytes=1152, num_layers=1
+    ),
+    "odd k, blocks of 48": Shape(top_k=33, hot_rows=96, block_size=48, num_layers=8),
+    "k 1,100": Shape(
+        top_k=1100, rows_per_request=2, hot_rows=2304, num_pages=60, block_size=64, row_bytes=656
+    ),
+    "k 2,048": Shape(
+        top_k=2048, hot_rows=4096, num_pages=100, block_size=64, row_bytes=656, num_layers=4
+    ),
+    "k 2,048 x 4": Shape(
+        top_k=2048, rows_per_request=4, hot_rows=10240, num_pages=250, block_size=64, num_layers=1
+    ),
+    "k 2,048 x 10": Shape(
+        num_requests=2, top_k=2048, rows_per_request=10, hot_rows=22528, num_pages=700,
+        block_size=64, num_layers=1,
+    ),
+    "k 4,096 x 8, blocks of 16": Shape(
+        num_requests=2, top_k=4096, rows_per_request=8, hot_rows=32768, num_pages=4000, num_layers=1
+    ),
+}  # fmt: skip
+
+
+def run_steps(
+    device: DeviceResolve, work: Workload, states: list[HotState], steps: int, name: str
+) -> None:
+    """Steps with state carried over, each compared in full."""
+    for step in range(steps):
+        batch = work.step()
+        device.load(batch)
+        device.run()
+        expected = resolve_batch(batch, states)
+        device.check(expected, states, f"{name}, step {step}")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_state_and_bytes_equal_the_model_over_many_steps(name: str) -> None:
+    shape = SHAPES[name]
+    union = shape.top_k * shape.rows_per_request
+    steps = 400 if union < 1000 else 25 if union < 10_000 else 6
+    for seed in (1, 2):
+        work = Workload(shape, seed)
+        states = empty_states(shape)
+        run_steps(DeviceResolve(shape), work, states, steps, f"{name}, seed {seed}")
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("copy", ["group", "leader"])
+@pytest.mark.parametrize("max_copy_blocks", [0, 1, 16])
+def test_every_layout_and_way_to_copy_moves_the_same_rows(
+    interleaved: bool, copy: str, max_copy_blocks: int
+) -> None:
+    shape = Shape(num_layers=4, row_bytes=656, interleaved=interleaved, rows_per_request=2)
+    device = DeviceResolve(shape, copy=copy, max_copy_blocks=max_copy_blocks)
+    states = empty_states(shape)
+    run_steps(device, Workload(shape, 7), states, 30, "layout")
+
+
+@pytest.mark.parametrize(
+    ("name", "odds"),
+    [
+        ("all resident", Odds(resident_page=1.0, no_region=1.0)),
+        ("every row missed", Odds(0, 0, 0, 0, 0, 0, uneven=False, working_set=0, redraw=2.0)),
+        ("every row hit", Odds(0, 0, 0, 0, 0, 0, uneven=False, working_set=0, redraw=0)),
+        ("hot region as large as the union", PLAIN),
+    ],
+)
+def test_extreme_mixes_equal_the_model(name: str, odds: Odds) -> None:
+    hot_rows = 64 if name.startswith("hot region") else 128
+    shape = Shape(hot_rows=hot_rows, num_requests=8)
+    states = empty_states(shape)
+    run_steps(DeviceResolve(shape), Workload(shape, 3, odds), states, 60, name)
+
+
+def test_stamps_are_renormalised_at_the_end_of_sixteen_bits() -> None:
+    shape = Shape(rows_per_request=2)
+    device, work = DeviceResolve(shape), Workload(shape, 5)
+    states = empty_states(shape)
+    run_steps(device, work, states, 40, "before")
+    for gap in (3, 0):
+        # The same order with the youngest stamps close to the last epoch.
+        stamps = device.state.last_used.cpu().numpy().view(np.uint16).astype(np.int64)
+        ages = np.where(stamps > 0, stamps.max() - stamps, 0)
+        stamps = np.where(stamps > 0, 65535 - gap - ages, 0)
+        as_int16 = torch.from_numpy(stamps.astype(np.uint16).view(np.int16))
+        device.state.last_used.copy_(as_int16)
+        device.state.epoch.fill_(65535 - gap)
+        run_steps(device, work, states, 30, f"gap {gap}")
+    used = [int(row) for row in work.state_row]
+    assert int(device.state.epoch[used].max()) < 1000
+
+
+def test_victims_are_taken_by_age_and_then_by_slot_when_every_slot_has_its_own_age() -> None:
+    shape = Shape(num_requests=1, top_k=64, hot_rows=128, num_pages=200)
+    device = DeviceResolve(shape)
+    states = empty_states(shape)
+    work = Workload(shape, 11, PLAIN)
+    batch = work.step()
+    rng = np.random.default_rng(0)
+    for step in range(200):
+        # Mostly one position a step, so that stamps spread out; then a burst.
+        n = 64 if step % 67 == 66 else 1
+        batch.logical_topk[:] = -1
+        batch.logical_topk[0, :n] = rng.permutation(3200)[:n]
+        device.load(batch)
+        device.run()
+        expected = resolve_batch(batch, states)
+        device.check(expected, states, f"ages, step {step}")
+
+
+def test_order_of_the_top_k_changes_nothing_but_the_order_of_the_output() -> None:
+    shape = Shape(top_k=256, hot_rows=512, num_requests=4)
+    results = []
+    for shuffle in (False, True):
+        device, work = DeviceResolve(shape), Workload(shape, 13, PLAIN)
+        rng = np.random.default_rng(1)
+        for _ in range(20):
+            batch = work.step()
+            if shuffle:
+                batch.logical_topk[:-1] = rng.permuted(batch.logical_topk[:-1], axis=1)
+            device.load(batch)
+            device.run()
+        torch.cuda.synchronize()
+        n = int(device.copies.count.max())
+        results.append(
+            (device.state.row_map.cpu(), device.state.last_used.cpu(),
+             device.copies.host_row.cpu()[:, :n], device.copies.hot_row.cpu()[:, :n],
+             device.gpu_pool.shape)
+        )  # fmt: skip
+    for a, b in zip(results[0][:2], results[1][:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_captured_graph_replays_with_other_inputs() -> None:
+    shape = Shape(rows_per_request=4, hot_rows=256, num_requests=5, num_layers=4, row_bytes=656)
+    device, work = DeviceResolve(shape, copy="leader"), Workload(shape, 17)
+    states = empty_states(shape)
+    run_steps(device, work, states, 3, "eager")
+    saved = [t.clone() for t in (device.state.row_map, device.state.last_used, device.state.epoch)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        device.run()
+    for tensor, before in zip(
+        (device.state.row_map, device.state.last_used, device.state.epoch), saved, strict=True
+    ):
+        assert torch.equal(tensor, before), "capturing ran the kernel"
+    for step in range(60):
+        batch: Batch = work.step()
+        device.load(batch)
+        graph.replay()
+        expected = resolve_batch(batch, states)
+        device.check(expected, states, f"replay {step}")
+
+
+def test_two_index_groups_run_on_two_streams_at_the_same_time() -> None:
+    shape = Shape(top_k=512, hot_rows=1024, num_requests=16, num_pages=100, row_bytes=656)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    devices = [DeviceResolve(shape), DeviceResolve(shape)]
+    works = [Workload(shape, 19), Workload(shape, 23)]
+    state_sets = [empty_states(shape) for _ in works]
+    for step in range(30):
+        batches = [work.step() for work in works]
+        for device, batch in zip(devices, batches, strict=True):
+            device.load(batch)
+        torch.cuda.synchronize()
+        for device, stream in zip(devices, streams, strict=True):
+            with torch.cuda.stream(stream):
+                device.run()
+        for device, batch, states in zip(devices, batches, state_sets, strict=True):
+            expected = resolve_batch(batch, states)
+            device.check(expected, states, f"streams, step {step}")
+
+
+def test_the_same_input_on_the_same_state_gives_the_same_bits() -> None:
+    shape = Shape(rows_per_request=4, hot_rows=256, num_requests=5)
+    work = Workload(shape, 29)
+    batches = [work.step() for _ in range(25)]
+    runs = []
+    for _ in range(2):
+        device = DeviceResolve(shape, with_bytes=False, copy="none")
+        for batch in batches:
+            device.load(batch)
+            device.run()
+        torch.cuda.synchronize()
+        tensors = (device.physical, device.counts, device.state.row_map, device.state.last_used)
+        runs.append([t.cpu() for t in tensors])
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_beyond_two_to_the_31_bytes_are_addressed() -> None:
+    """A pool of 5 GiB: rows on both sides of byte 2^31 and 2^32 arrive whole."""
+    from hotpage.kernels.replay_copy import CopyList, LayerRows, ReplayCopy
+
+    row_bytes, num_rows = 656, 8_400_064
+    host = torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
+    wanted = [1, 2**31 // 656, 2**31 // 656 + 1, 2**32 // 656, 2**32 // 656 + 1, num_rows - 1]
+    for i, row in enumerate(wanted):
+        host[row] = i + 1
+    gpu = torch.zeros((num_rows, row_bytes), dtype=torch.uint8, device=DEVICE)
+    copies = CopyList.allocate(1, 16, DEVICE)
+    rows = torch.tensor(wanted, dtype=torch.int32, device=DEVICE)
+    copies.host_row[0, : len(wanted)] = rows
+    copies.hot_row[0, : len(wanted)] = rows
+    copies.count.fill_(len(wanted))
+    layers = LayerRows([host], [gpu.view(-1, 64, row_bytes)], 64)
+    ReplayCopy(copies, layers)(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert torch.equal(gpu[rows.long()].cpu(), host[wanted])
+    assert int((gpu[:, 0] != 0).sum()) == len(wanted)

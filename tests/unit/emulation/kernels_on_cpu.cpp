@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owns the entry points through which a test runs the kernels' bodies on a CPU.
+
+#include "cuda_on_cpu.h"
+
+#include <cstring>
+#include <numeric>
+
+#include "hotpage/copy_rows.cuh"
+#include "hotpage/resolve.cuh"
+
+using namespace hotpage;
+
+namespace {
+
+constexpr int kDeadlock = -2;
+constexpr unsigned char kPoison = 0x5a;
+
+template <int kVariant>
+void resolve_body(void *argument) {
+  constexpr ResolveCapacity v = kResolveVariants[kVariant];
+  constexpr int kStripes = (v.hot_rows + kSlotsPerStripe - 1) / kSlotsPerStripe;
+  using Block = ResolveBlock<v.entries / kResolveThreads, kStripes, v.ranks_in_shared>;
+  alignas(16) static char dynamic_shared[256 << 10];
+  static typename Block::Words words;
+  if (argument == nullptr) {
+    // Shared memory starts with anything.
+    std::memset(dynamic_shared, kPoison, sizeof dynamic_shared);
+    std::memset(static_cast<void *>(&words), kPoison, sizeof words);
+    return;
+  }
+  Block block(*static_cast<const ResolveArgs *>(argument), dynamic_shared);
+  block.words = &words;
+  block.run();
+}
+
+void copy_body(void *argument) {
+  static CopyShared shared;
+  copy_slice(*static_cast<const CopyArgs *>(argument), &shared);
+}
+
+}  // namespace
+
+// Returns the variant that served the launch, -1 for none, kDeadlock.
+extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, unsigned seed) {
+  constexpr void (*kBodies[])(void *) = {resolve_body<0>, resolve_body<1>, resolve_body<2>,
+                                         resolve_body<3>, resolve_body<4>};
+  static_assert(sizeof(kBodies) / sizeof(kBodies[0]) == kNumResolveVariants, "one per variant");
+  ResolveArgs args;
+  const int variant = plan_resolve(*params, params->shared_limit_bytes - kStaticSharedBytes, &args);
+  if (variant < 0) return variant;
+  std::vector<unsigned> order(static_cast<size_t>(params->copy.num_requests));
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+  for (const unsigned request : order) {
+    kBodies[variant](nullptr);
+    if (!cpu::run_block(kResolveThreads, request, static_cast<unsigned>(order.size()),
+                        seed + request, kBodies[variant], &args)) {
+      return kDeadlock;
+    }
+  }
+  return variant;
+}
+
+extern "C" int emulate_copy(const hotpage_copy_params *params, unsigned num_blocks) {
+  CopyArgs args = plan_copy(*params);
+  for (unsigned index = 0; index < num_blocks; ++index) {
+    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
+  }
+  return 0;
+}
