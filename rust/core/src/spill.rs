@@ -43,6 +43,12 @@ impl TransferKind {
             _ => None,
         }
     }
+
+    /// True if the host copy of a page is complete when the transfer is.
+    #[must_use]
+    pub const fn is_to_host(self) -> bool {
+        matches!(self, Self::Spill | Self::Mirrored)
+    }
 }
 
 /// One copy that some rank has not completed.
@@ -169,13 +175,19 @@ impl Transfers {
         Ok(())
     }
 
-    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed.
+    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed; true
+    /// if there is one.
     /// Costs a look at every transfer in flight, which a lost mirror is rare enough for.
-    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) {
+    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) -> bool {
+        let mut found = false;
         for transfer in self.in_flight.values_mut() {
             let same = (transfer.request, transfer.page) == (request, page);
-            transfer.failed |= same && transfer.kind == TransferKind::Mirrored;
+            if same && transfer.kind == TransferKind::Mirrored {
+                transfer.failed = true;
+                found = true;
+            }
         }
+        found
     }
 
     /// Takes a batch back that was added, as if it had never come. Only before anything was done

@@ -188,7 +188,9 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.set_needs_copy(page);
         }
-        self.transfers.fail_mirrored(request, page);
+        if self.transfers.fail_mirrored(request, page) {
+            self.doubt_spill(request, page);
+        }
         Ok(())
     }
 

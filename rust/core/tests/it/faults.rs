@@ -200,3 +200,30 @@ fn a_page_is_not_redirected_again_before_its_copy_is_complete() {
     s.step(&[]).land_all().then(Event::Redirect { pick: 0, writable: false });
     s.drain();
 }
+
+#[test]
+fn a_page_whose_copy_is_known_to_have_failed_is_not_given_up_before_it_is_copied_again() {
+    for host_copy in [HostCopy::Spilled, HostCopy::Mirrored] {
+        let release_point = ReleasePoint::Enqueued;
+        let mut s = Script::new(CoordinatorConfig { release_point, host_copy, ..small_config() });
+        s.admit(4).step(&[(0, 8)]);
+        let (&id, _) = s.world.model.transfers.iter().find(|(_, t)| t.page == 0).unwrap();
+        s.ack(0, 0, Ack::Enqueued);
+        if host_copy == HostCopy::Mirrored {
+            let lost = s.world.coordinator.on_mirror_lost(RequestId(0), PageIndex(0));
+            lost.unwrap();
+            s.world.model.mirror_lost(0, 0);
+        } else {
+            s.world.acknowledge(id, 0, Ack::Failed).unwrap();
+        }
+        // Every rank has enqueued the copy, but it is known by now that the GPU copy is the only
+        // good one: a hot region must not make the page go.
+        s.hot(0).step(&[]);
+        assert_ne!(s.state(0, 0), PageState::Unpinned, "{host_copy:?}");
+        s.tenant(5).land_all().step(&[]);
+        assert_eq!(s.plan().lost_pages, []);
+        s.land_all().step(&[]).then(Event::TenantsLeave);
+        assert_eq!(s.state(0, 0), PageState::Unpinned);
+        s.drain();
+    }
+}
