@@ -221,6 +221,10 @@ impl Transfers {
         let transfer =
             self.in_flight.get_mut(&id.0).ok_or(ProtocolFault::UnknownTransfer { transfer: id })?;
         let required = transfer.required;
+        if count == 0 {
+            let (what, max) = ("acknowledgement count", i64::from(required));
+            return Err(ProtocolFault::OutOfRange { what, got: 0, min: 1, max });
+        }
         match kind {
             AckKind::Enqueued => {
                 let got = transfer.enqueued.saturating_add(count);

@@ -27,6 +27,7 @@ impl Coordinator {
             self.stamp_request(admitted.request, requests)?;
             self.check_admitted(admitted, blocks)?;
         }
+        self.check_shared_pages(batch)?;
         for admitted in batch {
             self.admit(admitted);
         }

@@ -4,10 +4,12 @@
 
 use hotpage_core::config::{CoordinatorConfig, HostCopy, ReleasePoint};
 use hotpage_core::coordinator::MAX_REQUEST_ID_GAP;
-use hotpage_core::error::ProtocolFault;
-use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
+use hotpage_core::error::{Error, ProtocolFault};
+use hotpage_core::ids::{HostBlockId, PageIndex, RequestId, TransferId};
 use hotpage_core::page::PageState;
-use hotpage_core::step::{AdmissionQuery, Admitted, FreeReason, PagesAllocated, Prefix};
+use hotpage_core::step::{
+    AdmissionQuery, Admitted, FreeReason, PagesAllocated, Prefix, TransferAck,
+};
 use hotpage_core::testing::{Ack, Event, PrefixCopies, World, small_config};
 
 use crate::script::Script;
@@ -226,4 +228,57 @@ fn a_page_whose_copy_is_known_to_have_failed_is_not_given_up_before_it_is_copied
         assert_eq!(s.state(0, 0), PageState::Unpinned);
         s.drain();
     }
+}
+
+#[test]
+fn an_acknowledgement_by_no_rank_is_refused() {
+    let mut s = Script::small();
+    s.admit(2).step(&[(0, 2)]);
+    let (&id, _) = s.world.model.transfers.iter().next().unwrap();
+    let acks = [TransferAck { transfer: TransferId(id), count: 0 }];
+    s.world.refuse(|c| c.on_transfers_enqueued(&acks)).unwrap();
+    s.ack(0, 0, Ack::Enqueued);
+    s.world.refuse(|c| c.on_transfers_completed(&acks)).unwrap();
+    let error = s.world.refuse(|c| c.on_transfers_failed(&acks)).unwrap();
+    let (what, got, min, max) = ("acknowledgement count", 0, 1, 2);
+    assert_eq!(error, ProtocolFault::OutOfRange { what, got, min, max }.into());
+    s.ack(0, 0, Ack::Completed);
+    assert_eq!(s.world.coordinator.stats().spills_failed, 0);
+    s.drain();
+}
+
+#[test]
+fn blocks_of_a_gpu_prefix_are_shared_at_one_position_only() {
+    let config = CoordinatorConfig {
+        host_copy: HostCopy::None,
+        host_blocks: 0,
+        num_host_writers: 0,
+        transition: false,
+        num_kv_groups: 2,
+        gpu_blocks: 20,
+        ..small_config()
+    };
+    let mut world = World::new(config).unwrap();
+    let admitted = |request, resident_blocks| Admitted {
+        request: RequestId(request),
+        prefix: Prefix::Gpu,
+        host_blocks: &[],
+        resident_blocks,
+    };
+    for batch in [
+        &[admitted(0, &[1, 1])][..],
+        &[admitted(0, &[1, 2, 1, 2])],
+        &[admitted(0, &[1, 2, 2, 3])],
+        &[admitted(0, &[1, 2]), admitted(1, &[1, 3])],
+        &[admitted(0, &[1, 2]), admitted(1, &[2, 1])],
+        &[admitted(0, &[1, 2]), admitted(1, &[3, 4, 1, 2])],
+        &[admitted(0, &[1, 2]), admitted(1, &[3, 4]), admitted(2, &[1, 4])],
+    ] {
+        let error = world.refuse(|c| c.on_admitted(batch)).unwrap();
+        assert!(matches!(error, Error::Protocol(ProtocolFault::BlockHeld { .. })), "{error}");
+    }
+    let shared = [admitted(0, &[1, 2, 3, 4]), admitted(1, &[1, 2, 5, 6]), admitted(2, &[1, 2])];
+    world.coordinator.on_admitted(&shared).unwrap();
+    world.refuse(|c| c.on_admitted(&[admitted(3, &[3, 4])])).unwrap();
+    world.coordinator.on_admitted(&[admitted(3, &[1, 2, 3, 4])]).unwrap();
 }
