@@ -306,6 +306,9 @@ impl Coordinator {
             blocks.first().map_or(ResidenceId::NONE, |&b| self.residences.of_block(BlockId(b)));
         if !id.is_none() && self.residences.blocks(id) == blocks {
             if let Some(residence) = self.residences.get_mut(id) {
+                if residence.holders == 0 && residence.releasing {
+                    self.released_gpu -= i64::from(self.config.num_kv_groups);
+                }
                 residence.holders += 1;
                 residence.readers.push(request);
                 return id;

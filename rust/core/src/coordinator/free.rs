@@ -45,10 +45,7 @@ impl Coordinator {
             }
         }
         self.stats.pages_published += u64::from(fresh);
-        let released = self.released_gpu;
         self.leave_pages(request, publish, plan);
-        // The engine carries this plan out at once, so its pools count these blocks.
-        self.released_gpu = released;
         self.drop_queued(request);
         self.end_hot_region(request, &mut plan.free_gpu);
         let Some(state) = self.slot(request) else { return Ok(()) };

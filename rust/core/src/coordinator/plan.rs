@@ -382,6 +382,11 @@ impl Coordinator {
             plan.retired.push(request.0 as i32);
             self.requests[request.index()] = None;
         }
+        for id in self.pending.releasing.drain(..) {
+            if let Some(residence) = self.residences.get_mut(id) {
+                residence.releasing = false;
+            }
+        }
         self.released_gpu = 0;
     }
 }

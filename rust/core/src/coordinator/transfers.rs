@@ -231,7 +231,18 @@ impl Coordinator {
         let id = state.residences[page.index()];
         self.stats.pages_released += 1;
         self.pending.unpin_gpu.extend_from_slice(self.residences.blocks(id));
-        self.drop_holder(id);
+        self.drop_holder_later(id);
+    }
+
+    /// Counts one hold less, which the next plan ends; returns the holds that are left.
+    fn drop_holder_later(&mut self, id: ResidenceId) -> u32 {
+        if let Some(residence) = self.residences.get_mut(id) {
+            if !residence.releasing {
+                residence.releasing = true;
+                self.pending.releasing.push(id);
+            }
+        }
+        self.drop_holder(id)
     }
 
     /// Counts one hold less; returns the holds that are left.
@@ -240,15 +251,14 @@ impl Coordinator {
         let Some(residence) = self.residences.get_mut(id) else { return 0 };
         debug_assert!(residence.holders > 0);
         residence.holders = residence.holders.saturating_sub(1);
-        let left = residence.holders;
-        if left == 0 {
+        if residence.holders == 0 && residence.releasing {
             self.released_gpu += i64::from(groups);
         }
-        left
+        residence.holders
     }
 
     fn end_gpu_lease(&mut self, lease: Lease, id: ResidenceId, request: RequestId) {
-        if self.drop_holder(id) > 0 {
+        if self.drop_holder_later(id) > 0 {
             lease.release(&mut self.pending.free_gpu);
             return;
         }
