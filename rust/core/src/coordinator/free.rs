@@ -126,8 +126,8 @@ impl Coordinator {
             }
             self.residences.remove_reader(id, request);
             // Others can find the copy by its host block if that is published or will be.
-            let host_copy = page_state.is_host_readable() || page_state == PageState::Spilling;
-            let known = (page as u32) < published || (publish && host_copy);
+            // A transfer that may still land holds the blocks of a page that is spilling.
+            let known = (page as u32) < published || (publish && page_state.is_host_readable());
             let findable = known && self.residences.is_linked(id);
             if page_state.holds_blocks() {
                 let left = self.drop_holder(id);

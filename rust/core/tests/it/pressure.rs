@@ -228,3 +228,19 @@ fn requests_that_get_their_pages_back_in_one_step_share_the_room() {
     assert_eq!(s.states(1)[..3], [PageState::Unpinned; 3]);
     s.drain();
 }
+
+#[test]
+fn what_a_hot_region_costs_is_taken_from_what_its_request_frees() {
+    let config = CoordinatorConfig {
+        gpu_blocks: 24,
+        host_blocks: 32,
+        transition_watermark: Some(6),
+        ..small_config()
+    };
+    let mut s = Script::new(config);
+    s.admit(6).admit(6).admit(6).step(&[(0, 11), (1, 11), (2, 11)]).land_all();
+    // Two blocks are free, four short of the watermark; one request's four pages leave three.
+    s.tenant(3).step(&[]);
+    assert_eq!(s.plan().hot_regions_wanted, [0, 1]);
+    s.drain();
+}
