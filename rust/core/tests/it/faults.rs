@@ -8,7 +8,8 @@ use hotpage_core::error::{Error, ProtocolFault};
 use hotpage_core::ids::{HostBlockId, PageIndex, RequestId, TransferId};
 use hotpage_core::page::PageState;
 use hotpage_core::step::{
-    AdmissionQuery, Admitted, FreeReason, PagesAllocated, Prefix, TransferAck,
+    AdmissionQuery, Admitted, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepPlan,
+    TransferAck,
 };
 use hotpage_core::testing::{Ack, Event, PrefixCopies, World, small_config};
 
@@ -281,4 +282,25 @@ fn blocks_of_a_gpu_prefix_are_shared_at_one_position_only() {
     world.coordinator.on_admitted(&shared).unwrap();
     world.refuse(|c| c.on_admitted(&[admitted(3, &[3, 4])])).unwrap();
     world.coordinator.on_admitted(&[admitted(3, &[1, 2, 3, 4])]).unwrap();
+}
+
+#[test]
+fn a_request_that_reads_pages_which_anybody_may_take_is_not_scheduled_without_a_hot_region() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    let mut host: Vec<_> = s.world.index.iter().map(|(key, &block)| (key.len(), block)).collect();
+    host.sort_unstable();
+    let host_blocks = &[host[0].1, host[1].1][..];
+    let mut c = s.world.coordinator.clone();
+    let (request, levels, mut plan) = (RequestId(0), PoolLevels::default(), StepPlan::default());
+    c.on_admitted(&[Admitted { host_blocks, ..admitted(0, Prefix::Host) }]).unwrap();
+    c.build_step_plan(&[], levels, &mut plan).unwrap();
+    assert_eq!(c.page_states(request).unwrap(), [PageState::Unpinned; 2], "both were adopted");
+    let (first_page, num_draft_tokens) = (PageIndex(2), 0);
+    let pages = PagesAllocated { request, first_page, host_blocks: &[15], resident_blocks: &[11] };
+    c.on_blocks_allocated(&[pages]).unwrap();
+    let (num_computed_tokens, num_scheduled_tokens) = (4, 1);
+    let item = Scheduled { request, num_computed_tokens, num_scheduled_tokens, num_draft_tokens };
+    let error = c.build_step_plan(&[item], levels, &mut plan).unwrap_err();
+    assert_eq!(error, ProtocolFault::HotRegionMissing { request }.into());
 }
