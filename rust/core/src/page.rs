@@ -8,10 +8,11 @@ pub enum PageState {
     /// The request holds the GPU blocks; only they are valid. Ends when a spill is planned.
     Dirty = 0,
     /// The request and the spill hold the GPU blocks; the host copy is planned but some rank has
-    /// not enqueued it. Ends when every rank has, or when the copy fails.
+    /// not enqueued it, or has said already that it failed. Ends when every rank has enqueued it,
+    /// or when all are done with a copy that failed.
     Spilling = 1,
     /// The request holds the GPU blocks; the host copy is in stream order on every rank, readable
-    /// by this engine, not publishable. Ends at completion, failure, or same-stream release.
+    /// by this engine, not publishable. Ends at completion, at the first word of a failure, or at same-stream release.
     Enqueued = 2,
     /// The request holds the GPU blocks; the host copy is complete. Ends when it is unpinned.
     Clean = 3,
@@ -42,9 +43,11 @@ pub enum PageEvent {
     SpillPlanned,
     /// Every writer has put the copy in stream order.
     SpillEnqueued,
+    /// Some writer has said that it could not copy, and others are not done.
+    SpillDoubted,
     /// Every writer has finished the copy.
     SpillCompleted,
-    /// Some writer could not copy; the GPU copy is the only good one.
+    /// Every writer is done and some could not copy; the GPU copy is the only good one.
     SpillFailed,
     /// The request gave up its lease on the GPU blocks.
     Unpinned,
@@ -71,6 +74,8 @@ impl PageState {
         match (self, event) {
             (S::Dirty, E::SpillPlanned) => Some(S::Spilling),
             (S::Spilling, E::SpillEnqueued) => Some(S::Enqueued),
+            // OK because a page that is spilling is never released: the GPU copy may be the only one.
+            (S::Enqueued, E::SpillDoubted) => Some(S::Spilling),
             // A page released at "enqueued" keeps its place when the copy completes later.
             (S::Enqueued, E::SpillCompleted) => Some(S::Clean),
             (S::Unpinned, E::SpillCompleted) => Some(S::Unpinned),

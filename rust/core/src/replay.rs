@@ -73,3 +73,20 @@ impl ReplayPlan {
         self.dropped_rows.push(rows as i32);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_union_is_bounded_by_the_selections_and_by_the_tokens_that_the_last_row_sees() {
+        let mut plan = ReplayPlan::default();
+        plan.push(RequestId(7), 2, 2, 8);
+        plan.push(RequestId(3), 100, 2, 8);
+        assert_eq!((&plan.request[..], &plan.union_bound[..]), (&[7, 3][..], &[4, 16][..]));
+        assert_eq!(plan.row_request, [7, 7, 3, 3]);
+        assert_eq!(plan.row_position, [2, 3, 100, 101]);
+        assert_eq!(plan.row_provisional, [0, 1, 0, 1]);
+        assert_eq!(plan.first_row, [0, 2, 4]);
+    }
+}

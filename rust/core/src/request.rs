@@ -54,8 +54,6 @@ pub struct RequestState {
     pub announced: bool,
     /// Hot region.
     pub hot: HotRegion,
-    /// Tokens whose rows are not provisional, once the last planned step has run.
-    pub confirmed_tokens: u32,
     /// Tokens written by the last planned step, drafts counted.
     pub expected_tokens: u32,
     /// First step of the present spell of full residency; 0 outside one.
@@ -97,7 +95,6 @@ impl RequestState {
             changed_bits: FixedBitSet::new(),
             announced: false,
             hot: HotRegion::None,
-            confirmed_tokens: 0,
             expected_tokens: 0,
             full_since: 0,
             import_tokens: None,

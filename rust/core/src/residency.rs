@@ -37,6 +37,8 @@ pub struct Residence {
     pub page: PageIndex,
     /// Leases of requests and transfers.
     pub holders: u32,
+    /// True while the pool keeps a hold that the next plan ends: the blocks are not free before.
+    pub releasing: bool,
     /// Requests whose residency table names the blocks.
     pub readers: SmallVec<[RequestId; 2]>,
 }
@@ -102,7 +104,7 @@ impl Residences {
         debug_assert_eq!(blocks.len(), self.num_groups);
         let mut readers = SmallVec::new();
         readers.push(request);
-        let entry = Residence { host_block, page, holders: 1, readers };
+        let entry = Residence { host_block, page, holders: 1, releasing: false, readers };
         let id = match self.vacant.pop() {
             Some(id) => {
                 self.entries[id as usize] = Some(entry);

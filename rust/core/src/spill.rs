@@ -51,6 +51,12 @@ impl TransferKind {
             _ => None,
         }
     }
+
+    /// True if the host copy of a page is complete when the transfer is.
+    #[must_use]
+    pub const fn is_to_host(self) -> bool {
+        matches!(self, Self::Spill | Self::Mirrored)
+    }
 }
 
 /// One copy that some rank has not completed.
@@ -177,13 +183,19 @@ impl Transfers {
         Ok(())
     }
 
-    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed.
+    /// Marks the acknowledgement of a page's mirrored rows, if one is under way, as failed; true
+    /// if there is one.
     /// Costs a look at every transfer in flight, which a lost mirror is rare enough for.
-    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) {
+    pub fn fail_mirrored(&mut self, request: RequestId, page: PageIndex) -> bool {
+        let mut found = false;
         for transfer in self.in_flight.values_mut() {
             let same = (transfer.request, transfer.page) == (request, page);
-            transfer.failed |= same && transfer.kind == TransferKind::Mirrored;
+            if same && transfer.kind == TransferKind::Mirrored {
+                transfer.failed = true;
+                found = true;
+            }
         }
+        found
     }
 
     /// Takes a batch back that was added, as if it had never come. Only before anything was done
@@ -217,6 +229,10 @@ impl Transfers {
         let transfer =
             self.in_flight.get_mut(&id.0).ok_or(ProtocolFault::UnknownTransfer { transfer: id })?;
         let required = transfer.required;
+        if count == 0 {
+            let (what, max) = ("acknowledgement count", i64::from(required));
+            return Err(ProtocolFault::OutOfRange { what, got: 0, min: 1, max });
+        }
         match kind {
             AckKind::Enqueued => {
                 let got = transfer.enqueued.saturating_add(count);

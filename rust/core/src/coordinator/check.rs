@@ -140,6 +140,38 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Pages of GPU prefixes that no request reads yet: several requests of the batch may share
+    /// one, with the same blocks and at the same position. Only after `check_admitted`.
+    pub(super) fn check_shared_pages(&mut self, batch: &[Admitted<'_>]) -> Result<()> {
+        let groups = self.config.num_kv_groups as usize;
+        let base = self.stamp;
+        // A block's stamp, less the base and one, is the index of its page here.
+        let mut seen: Vec<(usize, &[i32])> = Vec::new();
+        for admitted in batch.iter().filter(|admitted| admitted.prefix == Prefix::Gpu) {
+            for (page, blocks) in admitted.resident_blocks.chunks_exact(groups).enumerate() {
+                if blocks.iter().any(|&b| !self.residences.of_block(BlockId(b)).is_none()) {
+                    continue;
+                }
+                let stamp_of = |block: i32| self.block_stamps[block as usize];
+                let first = stamp_of(blocks[0]).checked_sub(base + 1);
+                if first.and_then(|at| seen.get(at as usize)) == Some(&(page, blocks)) {
+                    continue;
+                }
+                seen.push((page, blocks));
+                self.stamp = base + seen.len() as u64;
+                for &block in blocks {
+                    // OK because check_gpu_prefix_blocks proved the index to be in range.
+                    let slot = &mut self.block_stamps[block as usize];
+                    if *slot > base {
+                        return Err(ProtocolFault::BlockHeld { block: BlockId(block) }.into());
+                    }
+                    *slot = self.stamp;
+                }
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn check_allocated(&mut self, pages: &PagesAllocated<'_>, stamp: u64) -> Result<()> {
         let request = pages.request;
         let state = self.live(request)?;

@@ -27,6 +27,7 @@ impl Coordinator {
             self.stamp_request(admitted.request, requests)?;
             self.check_admitted(admitted, blocks)?;
         }
+        self.check_shared_pages(batch)?;
         for admitted in batch {
             self.admit(admitted);
         }
@@ -188,7 +189,9 @@ impl Coordinator {
         if let Some(state) = self.slot(request) {
             state.set_needs_copy(page);
         }
-        self.transfers.fail_mirrored(request, page);
+        if self.transfers.fail_mirrored(request, page) {
+            self.doubt_spill(request, page);
+        }
         Ok(())
     }
 
@@ -335,6 +338,9 @@ impl Coordinator {
             blocks.first().map_or(ResidenceId::NONE, |&b| self.residences.of_block(BlockId(b)));
         if !id.is_none() && self.residences.blocks(id) == blocks {
             if let Some(residence) = self.residences.get_mut(id) {
+                if residence.holders == 0 && residence.releasing {
+                    self.released_gpu -= i64::from(self.config.num_kv_groups);
+                }
                 residence.holders += 1;
                 residence.readers.push(request);
                 return id;

@@ -45,10 +45,7 @@ impl Coordinator {
             }
         }
         self.stats.pages_published += u64::from(fresh);
-        let released = self.released_gpu;
         self.leave_pages(request, publish, plan);
-        // The engine carries this plan out at once, so its pools count these blocks.
-        self.released_gpu = released;
         self.drop_queued(request);
         self.end_hot_region(request, &mut plan.free_gpu);
         let Some(state) = self.slot(request) else { return Ok(()) };
@@ -129,8 +126,8 @@ impl Coordinator {
             }
             self.residences.remove_reader(id, request);
             // Others can find the copy by its host block if that is published or will be.
-            let host_copy = page_state.is_host_readable() || page_state == PageState::Spilling;
-            let known = (page as u32) < published || (publish && host_copy);
+            // A transfer that may still land holds the blocks of a page that is spilling.
+            let known = (page as u32) < published || (publish && page_state.is_host_readable());
             let findable = known && self.residences.is_linked(id);
             if page_state.holds_blocks() {
                 let left = self.drop_holder(id);

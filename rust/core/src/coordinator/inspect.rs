@@ -16,6 +16,8 @@ pub(crate) struct Inspection<'a> {
     pub(crate) lru: Vec<RequestId>,
     /// GPU blocks whose release waits for the next plan.
     pub(crate) releasing_gpu: Vec<i32>,
+    /// GPU blocks that the pool is expected to gain with the next plan.
+    pub(crate) released_gpu: i64,
     /// Host blocks whose release waits for the next plan.
     pub(crate) releasing_host: Vec<i32>,
     /// Sources of host copies that wait for the next plan.
@@ -37,6 +39,7 @@ impl Coordinator {
             host_users: &self.host_users,
             lru: self.lru.iter().collect(),
             releasing_gpu: unpin_gpu.iter().chain(free_gpu).copied().collect(),
+            released_gpu: self.released_gpu,
             releasing_host: free_host.clone(),
             copy_sources: host_copies.iter().map(|(_, _, source)| source.0).collect(),
             num_slots: (self.requests.len(), self.residences.num_slots()),

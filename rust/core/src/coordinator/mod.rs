@@ -30,7 +30,7 @@ use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::lru::RequestLru;
 use crate::page::PageState;
 use crate::request::{Phase, RequestState};
-use crate::residency::Residences;
+use crate::residency::{ResidenceId, Residences};
 use crate::spill::Transfers;
 use crate::stats::Stats;
 use crate::step::PoolLevels;
@@ -46,6 +46,8 @@ struct Pending {
     unpin_gpu: Vec<i32>,
     free_gpu: Vec<i32>,
     free_host: Vec<i32>,
+    /// Residences with blocks in the lists of GPU blocks above.
+    releasing: Vec<ResidenceId>,
     recycled_host_blocks: Vec<i32>,
     /// Requests with durable pages that are not published.
     publish: Vec<RequestId>,
@@ -77,8 +79,8 @@ pub struct Coordinator {
     host_users: Vec<u32>,
     pending: Pending,
     step: u64,
-    /// Blocks that lost their last hold since the last plan, less those that got a first one:
-    /// what carrying out the next plan adds to the pool's free blocks.
+    /// What carrying out the next plan adds to the pool's free blocks: those whose last hold it
+    /// ends, less those on which it takes a first one.
     released_gpu: i64,
     /// Blocks of hot regions: they belong to no residence, and are as little free.
     hot_blocks: FixedBitSet,

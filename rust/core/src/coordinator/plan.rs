@@ -2,7 +2,7 @@
 //! Owns the per-step decisions: what is copied, who gives up residency, who gets it back.
 
 use super::Coordinator;
-use crate::config::HostCopy;
+use crate::config::{HostCopy, ReleasePoint};
 use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::page::{PageEvent, PageState};
@@ -207,7 +207,6 @@ impl Coordinator {
             plan.replay.push_rejection(request, item.num_computed_tokens, rejected);
         }
         state.expected_tokens = written;
-        state.confirmed_tokens = confirmed;
         let (sealed, target) = (state.sealed, confirmed / block_size);
         state.sealed = sealed.max(target);
         let (tail_seen, tail_start) = (state.tail_seen, state.tail_start());
@@ -361,8 +360,13 @@ impl Coordinator {
     /// blocks that lost their last hold.
     fn release_kept(&mut self, request: RequestId) -> i64 {
         let before = self.released_gpu;
+        let at_enqueued = self.config.release_point == ReleasePoint::Enqueued;
         let Some(state) = self.slot(request) else { return 0 };
-        let kept = state.count_outside_tail(&[PageState::Clean, PageState::Enqueued]);
+        // Only what can go now: a look at every page is too much for one that is still copied.
+        let kept = match at_enqueued {
+            true => state.count_outside_tail(&[PageState::Clean, PageState::Enqueued]),
+            false => state.count_outside_tail(&[PageState::Clean]),
+        };
         if kept > 0 {
             state.full_since = 0;
             self.release_all(request);
@@ -393,6 +397,11 @@ impl Coordinator {
         for request in core::mem::take(&mut self.pending.retired) {
             plan.retired.push(request.0 as i32);
             self.requests[request.index()] = None;
+        }
+        for id in self.pending.releasing.drain(..) {
+            if let Some(residence) = self.residences.get_mut(id) {
+                residence.releasing = false;
+            }
         }
         self.released_gpu = 0;
     }

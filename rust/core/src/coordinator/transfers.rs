@@ -70,28 +70,47 @@ impl Coordinator {
         for ack in enqueued {
             self.after_enqueue(ack.transfer);
         }
-        for ack in completed.iter().chain(failed) {
-            if let Some(transfer) = self.transfers.take_completed(ack.transfer) {
-                self.after_completion(transfer);
-            }
-        }
+        self.end_transfers(completed);
+        self.end_transfers(failed);
         Ok(())
     }
 
     fn finish_transfers(&mut self, kind: AckKind, acks: &[TransferAck]) -> Result<()> {
         self.check_running()?;
         self.transfers.acknowledge(kind, acks)?;
+        self.end_transfers(acks);
+        Ok(())
+    }
+
+    /// Ends those of the transfers that every rank is done with. The page of another one that has
+    /// failed on some rank is kept from being given up until it ends.
+    fn end_transfers(&mut self, acks: &[TransferAck]) {
         for ack in acks {
             if let Some(transfer) = self.transfers.take_completed(ack.transfer) {
                 self.after_completion(transfer);
+            } else if let Some(transfer) = self.transfers.get(ack.transfer) {
+                let (request, page, failed) = (transfer.request, transfer.page, transfer.failed);
+                if failed && transfer.kind.is_to_host() {
+                    self.doubt_spill(request, page);
+                }
             }
         }
-        Ok(())
+    }
+
+    /// The page's copy in flight is known to be bad: if its blocks are still held they stay so.
+    pub(super) fn doubt_spill(&mut self, request: RequestId, page: PageIndex) {
+        if self.live(request).is_err() {
+            return;
+        }
+        if let Some(state) = self.slot(request) {
+            // Refused, and nothing to do, in every other state than Enqueued.
+            let _ = state.apply(request, page, PageEvent::SpillDoubted);
+        }
     }
 
     fn after_enqueue(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.get(id) else { return };
-        let is_spill = matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored);
+        let is_spill = transfer.kind.is_to_host();
         // A copy that is known to be bad leaves the GPU copy the only one. A restore keeps its
         // blocks until it has completed, when it is known whether others may read them.
         if transfer.enqueued < transfer.required || transfer.failed || !is_spill {
@@ -212,7 +231,18 @@ impl Coordinator {
         let id = state.residences[page.index()];
         self.stats.pages_released += 1;
         self.pending.unpin_gpu.extend_from_slice(self.residences.blocks(id));
-        self.drop_holder(id);
+        self.drop_holder_later(id);
+    }
+
+    /// Counts one hold less, which the next plan ends; returns the holds that are left.
+    fn drop_holder_later(&mut self, id: ResidenceId) -> u32 {
+        if let Some(residence) = self.residences.get_mut(id) {
+            if !residence.releasing {
+                residence.releasing = true;
+                self.pending.releasing.push(id);
+            }
+        }
+        self.drop_holder(id)
     }
 
     /// Counts one hold less; returns the holds that are left.
@@ -221,15 +251,14 @@ impl Coordinator {
         let Some(residence) = self.residences.get_mut(id) else { return 0 };
         debug_assert!(residence.holders > 0);
         residence.holders = residence.holders.saturating_sub(1);
-        let left = residence.holders;
-        if left == 0 {
+        if residence.holders == 0 && residence.releasing {
             self.released_gpu += i64::from(groups);
         }
-        left
+        residence.holders
     }
 
     fn end_gpu_lease(&mut self, lease: Lease, id: ResidenceId, request: RequestId) {
-        if self.drop_holder(id) > 0 {
+        if self.drop_holder_later(id) > 0 {
             lease.release(&mut self.pending.free_gpu);
             return;
         }

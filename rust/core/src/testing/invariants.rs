@@ -53,7 +53,25 @@ fn gpu_blocks_conserve(view: &Inspection<'_>, gpu: &ToyPool, tenants: &[i32]) ->
     for (_, transfer) in view.transfers.iter() {
         add(transfer.gpu_lease.as_ref().map_or(&[], |lease| lease.blocks()));
     }
+    let kept = holds.clone();
+    let mut add = |blocks: &[i32]| {
+        for &block in blocks {
+            holds[block.unsigned_abs() as usize] += 1;
+        }
+    };
     add(&view.releasing_gpu);
+    let released = kept.iter().zip(&holds).filter(|(kept, all)| **kept == 0 && **all > 0).count();
+    ensure(1, view.released_gpu == released as i64, || {
+        format!(
+            "{} blocks counted as free with the next plan, expected {released}",
+            view.released_gpu
+        )
+    })?;
+    let mut add = |blocks: &[i32]| {
+        for &block in blocks {
+            holds[block.unsigned_abs() as usize] += 1;
+        }
+    };
     add(tenants);
     equal_holds(1, "GPU", &holds, gpu.refs())
 }

@@ -188,11 +188,20 @@ impl Model {
         {
             page.needs_copy = true;
         }
-        for transfer in self.transfers.values_mut() {
-            if transfer.kind == TransferKind::Mirrored
-                && (transfer.request, transfer.page) == (id, at)
-            {
-                transfer.failed = true;
+        let same = |t: &&mut ModelTransfer| {
+            t.kind == TransferKind::Mirrored && (t.request, t.page) == (id, at)
+        };
+        if let Some(transfer) = self.transfers.values_mut().find(same) {
+            transfer.failed = true;
+            self.doubted(id, at);
+        }
+    }
+
+    /// A copy in flight is known to be bad: the page's GPU copy is the only good one.
+    fn doubted(&mut self, id: u32, at: u32) {
+        if let Some(page) = self.live_page(id, at) {
+            if page.state == PageState::Enqueued {
+                page.state = PageState::Spilling;
             }
         }
     }
@@ -223,6 +232,12 @@ impl Model {
         transfer.done[rank] = true;
         transfer.failed |= failed;
         if !transfer.done.iter().all(|&done| done) {
+            let (request, page) = (transfer.request, transfer.page);
+            if transfer.failed
+                && matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored)
+            {
+                self.doubted(request, page);
+            }
             return;
         }
         let Some(transfer) = self.transfers.remove(&id) else { return };

@@ -4,10 +4,13 @@
 
 use hotpage_core::config::{CoordinatorConfig, HostCopy, ReleasePoint};
 use hotpage_core::coordinator::MAX_REQUEST_ID_GAP;
-use hotpage_core::error::ProtocolFault;
-use hotpage_core::ids::{HostBlockId, PageIndex, RequestId};
+use hotpage_core::error::{Error, ProtocolFault};
+use hotpage_core::ids::{HostBlockId, PageIndex, RequestId, TransferId};
 use hotpage_core::page::PageState;
-use hotpage_core::step::{AdmissionQuery, Admitted, FreeReason, PagesAllocated, Prefix};
+use hotpage_core::step::{
+    AdmissionQuery, Admitted, FreeReason, PagesAllocated, PoolLevels, Prefix, Scheduled, StepPlan,
+    TransferAck,
+};
 use hotpage_core::testing::{Ack, Event, PrefixCopies, World, small_config};
 
 use crate::script::Script;
@@ -199,4 +202,105 @@ fn a_page_is_not_redirected_again_before_its_copy_is_complete() {
     s.world.refuse(|c| c.on_host_block_redirected(request, page, fresh, None)).unwrap();
     s.step(&[]).land_all().then(Event::Redirect { pick: 0, writable: false });
     s.drain();
+}
+
+#[test]
+fn a_page_whose_copy_is_known_to_have_failed_is_not_given_up_before_it_is_copied_again() {
+    for host_copy in [HostCopy::Spilled, HostCopy::Mirrored] {
+        let release_point = ReleasePoint::Enqueued;
+        let mut s = Script::new(CoordinatorConfig { release_point, host_copy, ..small_config() });
+        s.admit(4).step(&[(0, 8)]);
+        let (&id, _) = s.world.model.transfers.iter().find(|(_, t)| t.page == 0).unwrap();
+        s.ack(0, 0, Ack::Enqueued);
+        if host_copy == HostCopy::Mirrored {
+            let lost = s.world.coordinator.on_mirror_lost(RequestId(0), PageIndex(0));
+            lost.unwrap();
+            s.world.model.mirror_lost(0, 0);
+        } else {
+            s.world.acknowledge(id, 0, Ack::Failed).unwrap();
+        }
+        // Every rank has enqueued the copy, but it is known by now that the GPU copy is the only
+        // good one: a hot region must not make the page go.
+        s.hot(0).step(&[]);
+        assert_ne!(s.state(0, 0), PageState::Unpinned, "{host_copy:?}");
+        s.tenant(5).land_all().step(&[]);
+        assert_eq!(s.plan().lost_pages, []);
+        s.land_all().step(&[]).then(Event::TenantsLeave);
+        assert_eq!(s.state(0, 0), PageState::Unpinned);
+        s.drain();
+    }
+}
+
+#[test]
+fn an_acknowledgement_by_no_rank_is_refused() {
+    let mut s = Script::small();
+    s.admit(2).step(&[(0, 2)]);
+    let (&id, _) = s.world.model.transfers.iter().next().unwrap();
+    let acks = [TransferAck { transfer: TransferId(id), count: 0 }];
+    s.world.refuse(|c| c.on_transfers_enqueued(&acks)).unwrap();
+    s.ack(0, 0, Ack::Enqueued);
+    s.world.refuse(|c| c.on_transfers_completed(&acks)).unwrap();
+    let error = s.world.refuse(|c| c.on_transfers_failed(&acks)).unwrap();
+    let (what, got, min, max) = ("acknowledgement count", 0, 1, 2);
+    assert_eq!(error, ProtocolFault::OutOfRange { what, got, min, max }.into());
+    s.ack(0, 0, Ack::Completed);
+    assert_eq!(s.world.coordinator.stats().spills_failed, 0);
+    s.drain();
+}
+
+#[test]
+fn blocks_of_a_gpu_prefix_are_shared_at_one_position_only() {
+    let config = CoordinatorConfig {
+        host_copy: HostCopy::None,
+        host_blocks: 0,
+        num_host_writers: 0,
+        transition: false,
+        num_kv_groups: 2,
+        gpu_blocks: 20,
+        ..small_config()
+    };
+    let mut world = World::new(config).unwrap();
+    let admitted = |request, resident_blocks| Admitted {
+        request: RequestId(request),
+        prefix: Prefix::Gpu,
+        host_blocks: &[],
+        resident_blocks,
+    };
+    for batch in [
+        &[admitted(0, &[1, 1])][..],
+        &[admitted(0, &[1, 2, 1, 2])],
+        &[admitted(0, &[1, 2, 2, 3])],
+        &[admitted(0, &[1, 2]), admitted(1, &[1, 3])],
+        &[admitted(0, &[1, 2]), admitted(1, &[2, 1])],
+        &[admitted(0, &[1, 2]), admitted(1, &[3, 4, 1, 2])],
+        &[admitted(0, &[1, 2]), admitted(1, &[3, 4]), admitted(2, &[1, 4])],
+    ] {
+        let error = world.refuse(|c| c.on_admitted(batch)).unwrap();
+        assert!(matches!(error, Error::Protocol(ProtocolFault::BlockHeld { .. })), "{error}");
+    }
+    let shared = [admitted(0, &[1, 2, 3, 4]), admitted(1, &[1, 2, 5, 6]), admitted(2, &[1, 2])];
+    world.coordinator.on_admitted(&shared).unwrap();
+    world.refuse(|c| c.on_admitted(&[admitted(3, &[3, 4])])).unwrap();
+    world.coordinator.on_admitted(&[admitted(3, &[1, 2, 3, 4])]).unwrap();
+}
+
+#[test]
+fn a_request_that_reads_pages_which_anybody_may_take_is_not_scheduled_without_a_hot_region() {
+    let mut s = Script::small();
+    with_prefix(&mut s, 2);
+    let mut host: Vec<_> = s.world.index.iter().map(|(key, &block)| (key.len(), block)).collect();
+    host.sort_unstable();
+    let host_blocks = &[host[0].1, host[1].1][..];
+    let mut c = s.world.coordinator.clone();
+    let (request, levels, mut plan) = (RequestId(0), PoolLevels::default(), StepPlan::default());
+    c.on_admitted(&[Admitted { host_blocks, ..admitted(0, Prefix::Host) }]).unwrap();
+    c.build_step_plan(&[], levels, &mut plan).unwrap();
+    assert_eq!(c.page_states(request).unwrap(), [PageState::Unpinned; 2], "both were adopted");
+    let (first_page, num_draft_tokens) = (PageIndex(2), 0);
+    let pages = PagesAllocated { request, first_page, host_blocks: &[15], resident_blocks: &[11] };
+    c.on_blocks_allocated(&[pages]).unwrap();
+    let (num_computed_tokens, num_scheduled_tokens) = (4, 1);
+    let item = Scheduled { request, num_computed_tokens, num_scheduled_tokens, num_draft_tokens };
+    let error = c.build_step_plan(&[item], levels, &mut plan).unwrap_err();
+    assert_eq!(error, ProtocolFault::HotRegionMissing { request }.into());
 }

@@ -195,3 +195,52 @@ fn a_steady_step_writes_nothing_that_grows_with_the_context() {
         assert!(plan.touch_gpu.len() <= 1 && plan.free_gpu.len() <= 1);
     }
 }
+
+#[test]
+fn no_more_hot_regions_are_asked_for_than_the_pool_can_give() {
+    let config = CoordinatorConfig {
+        gpu_blocks: 24,
+        host_blocks: 32,
+        transition_watermark: Some(6),
+        ..small_config()
+    };
+    let mut s = Script::new(config);
+    s.admit(6).admit(6).admit(6).step(&[(0, 11), (1, 11), (2, 11)]).land_all();
+    // One block is free, a region takes it; each request would give up four pages.
+    s.tenant(4).step(&[]);
+    assert_eq!(s.plan().hot_regions_wanted, [0]);
+    let short = Refusal::Short { pool: Pool::Gpu, need: 1, free: 1, reclaiming: false };
+    assert_eq!(s.plan().refusals, [(1, short), (2, short)]);
+    s.drain();
+}
+
+#[test]
+fn requests_that_get_their_pages_back_in_one_step_share_the_room() {
+    let mut s = Script::new(CoordinatorConfig { gpu_blocks: 24, ..small_config() });
+    s.admit(5).admit(5).step(&[(0, 9), (1, 9)]).hot(0).hot(1).land_all().step(&[]);
+    assert_eq!(s.states(0)[..3], [PageState::Unpinned; 3]);
+    assert_eq!(s.states(1)[..3], [PageState::Unpinned; 3]);
+    // Nine blocks are free, five of them beyond twice the watermark: three pages may come back.
+    s.tenant(8);
+    assert_eq!(s.world.gpu.num_free(), 9);
+    s.step(&[(0, 1), (1, 1)]);
+    assert_eq!(s.states(0)[..3], [PageState::Clean; 3]);
+    assert_eq!(s.states(1)[..3], [PageState::Unpinned; 3]);
+    s.drain();
+}
+
+#[test]
+fn what_a_hot_region_costs_is_taken_from_what_its_request_frees() {
+    let config = CoordinatorConfig {
+        gpu_blocks: 24,
+        host_blocks: 32,
+        transition_watermark: Some(6),
+        ..small_config()
+    };
+    let mut s = Script::new(config);
+    s.admit(6).admit(6).admit(6).step(&[(0, 11), (1, 11), (2, 11)]).land_all();
+    // Two blocks are free, four short of the watermark; one request's four pages leave three.
+    s.tenant(3).step(&[]);
+    assert_eq!(s.plan().hot_regions_wanted, [0, 1]);
+    s.drain();
+}

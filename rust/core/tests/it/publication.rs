@@ -162,3 +162,13 @@ fn rejected_drafts_seal_no_page_and_their_rows_are_reported() {
     assert_eq!(s.plan().transfers.after_forward, [0]);
     s.drain();
 }
+
+#[test]
+fn a_copy_that_lands_after_the_end_of_its_request_leaves_the_gpu_page_to_be_found() {
+    let mut s = Script::small();
+    s.admit(2).step(&[(0, 4)]).free(0, FreeReason::Finished).land_all().step(&[]);
+    assert_eq!(s.published(), [(0, 2)]);
+    s.admit_prefix(1, PrefixCopies::None).step(&[]);
+    assert_eq!(s.states(0), [PageState::Unpinned; 2]);
+    s.drain();
+}

@@ -19,13 +19,23 @@ fn configs() -> impl Strategy<Value = CoordinatorConfig> {
     let copies = prop_oneof![Just(HostCopy::Spilled), Just(HostCopy::Mirrored)];
     let points = prop_oneof![Just(ReleasePoint::Completed), Just(ReleasePoint::Enqueued)];
     let transition = prop::bool::weighted(0.9);
-    (copies, points, 1..=2_u32, 1..=2_u32, 0..=1_u32, 10..=24_u32, transition).prop_map(
-        |(host_copy, release_point, writers, groups, reprefillable, gpu_blocks, transition)| {
+    (copies, points, 1..=3_u32, 1..=3_u32, 1..=2_u32, 0..=1_u32, 10..=24_u32, transition).prop_map(
+        |(
+            host_copy,
+            release_point,
+            ranks,
+            writers,
+            groups,
+            reprefillable,
+            gpu_blocks,
+            transition,
+        )| {
             CoordinatorConfig {
                 host_copy,
                 release_point,
                 transition,
-                num_host_writers: writers,
+                num_ranks: ranks,
+                num_host_writers: writers.min(ranks),
                 num_kv_groups: groups,
                 num_reprefillable_tokens: reprefillable,
                 gpu_blocks: gpu_blocks.max(8 * groups),
