@@ -170,6 +170,10 @@ impl Coordinator {
             || [&p.unpin_gpu, &p.free_gpu, &p.free_host].iter().any(|list| !list.is_empty())
             || !p.publish.is_empty()
             || !p.retired.is_empty()
+            || !p.restores.is_empty()
+            || !p.host_copies.is_empty()
+            || !p.replan.is_empty()
+            || !p.lost_pages.is_empty()
     }
 
     /// True if GPU blocks will become free without a preemption: copies are under way, or a

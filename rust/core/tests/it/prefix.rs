@@ -125,6 +125,14 @@ fn an_imported_page_that_decoding_appends_to_is_restored_writable_and_copied_who
 }
 
 #[test]
+fn a_restore_that_no_plan_has_taken_yet_is_pending_work() {
+    let mut s = Script::small();
+    s.import(1, true).landed(Some(1));
+    assert!(s.world.coordinator.has_pending_work(), "nothing else is pending but the restore");
+    s.drain();
+}
+
+#[test]
 fn imports_of_127_128_and_129_tokens_keep_the_page_of_the_last_token_writable() {
     let config = CoordinatorConfig {
         block_size: 64,
