@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from hotpage import __version__
-from hotpage.errors import KernelError, KernelUnavailableError
+from hotpage.errors import KernelError, KernelUnavailableError, UnsupportedVllmError
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def check_core() -> Check:
         return Check("core", False, f"not loaded: {error}", remedy)
     if core.__version__ != __version__:
         finding = f"{core.__version__}, expected {__version__}"
-        return Check("core", False, finding, "pip install --force-reinstall --no-deps hotpage")
+        remedy = "install the whole wheel again: pip install --force-reinstall hotpage-*.whl"
+        return Check("core", False, finding, remedy)
     return Check("core", True, core.__version__)
 
 
@@ -82,23 +83,32 @@ def check_gpu() -> Check:
     return Check("gpu", True, f"{num_devices} visible ({kinds})")
 
 
-def _check_distribution(name: str, remedy: str) -> Check:
-    # NOTE: only whether it is installed. Which vLLM versions work is for hotpage.vllm to say, and
-    # importing torch or vLLM here would take seconds and could fail for reasons of their own.
-    try:
-        return Check(name, True, metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Check(name, False, "not installed", remedy)
-
-
 def check_torch() -> Check:
     """torch is installed."""
-    return _check_distribution("torch", "pip install 'hotpage[torch]'")
+    # NOTE: only whether it is installed: importing torch would take seconds.
+    try:
+        return Check("torch", True, metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return Check("torch", False, "not installed", "pip install torch, or vLLM, which brings it")
 
 
 def check_vllm() -> Check:
-    """vLLM is installed."""
-    return _check_distribution("vllm", "pip install 'hotpage[vllm]'")
+    """vLLM is installed, and it is a version whose internals are known."""
+    from hotpage.vllm import _compat
+
+    try:
+        _compat.check_vllm()
+    except UnsupportedVllmError as error:
+        finding, _, remedy = str(error).partition("; ")
+        return Check("vllm", False, finding, remedy)
+    return Check("vllm", True, metadata.version("vllm"))
+
+
+def check_serving() -> Check:
+    """The connector has a worker side."""
+    finding = "the connector has its scheduler side only; vLLM's workers cannot use hotpage yet"
+    remedy = 'serve with "engine": "upstream" in kv_connector_extra_config, vLLM\'s own HiSparse'
+    return Check("serving", False, finding, remedy)
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (
@@ -108,6 +118,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_gpu,
     check_torch,
     check_vllm,
+    check_serving,
 )
 
 
