@@ -33,8 +33,6 @@ class Traffic:
     reset: int = 5
     max_lag: int = 2
     """Most steps between a copy's enqueue and its completion."""
-    aligned_imports: bool = True
-    """False: no import ends at a page boundary, where the two sides publish at different times."""
 
 
 @dataclass
@@ -113,7 +111,6 @@ class Serving:
         tail = 1000 + 100 * at
         prompt = [prefix] * shared + [tail + p % 100 for p in range(length - shared)]
         imports = self.chance(traffic.imports, "import", at)
-        imports &= traffic.aligned_imports or bool(length % self.side.shape.block_size)
         request = make_request(name, prompt, self.side.shape.block_size)
         request.status = RequestStatus.WAITING
         output = 1 + self.draw(traffic.max_output, "output", at)

@@ -93,8 +93,8 @@ def test_an_import_that_ends_at_a_page_boundary_publishes_its_last_page_after_th
     gpu = side_.coordinator.resident_managers[0].req_to_blocks["import"][-1]
     restore = side_.plan([])
     assert len(side_.transfers(restore)) == 1
-    assert host[-1].block_hash is None
-    assert all(block.block_hash is not None for block in host[:-1])
+    # Nothing is published on rows that were read through a restore nobody has confirmed.
+    assert all(block.block_hash is None for block in host)
     # The last token is computed again, for its logits, and the page with it.
     request.num_computed_tokens = num_tokens - 1
     again = step(side_, request, 1)
