@@ -260,7 +260,8 @@ pub struct StepPlan {
     pub touch_host: Vec<i32>,
     /// Publications, before the host blocks below are freed.
     pub publish: Publications,
-    /// GPU blocks to give up but watch: the first to be reused comes first.
+    /// GPU blocks to give up but watch: the first to be reused comes first. A pool that reuses in
+    /// the order of release frees `free_gpu` before it unpins these, because they are readable.
     pub unpin_gpu: Vec<i32>,
     /// GPU blocks to free.
     pub free_gpu: Vec<i32>,
