@@ -84,7 +84,7 @@ test-rust: $(VENV)/stamp-venv
 	cargo test --workspace --locked
 
 test-python: $(VENV)/stamp-full
-	$(BIN)/python -m pytest -m 'not gpu and not vllm' tests
+	$(BIN)/python -m pytest -m 'not gpu' --ignore tests/vllm tests
 
 # vLLM brings its own torch, so the adapter is tested in an environment of its own.
 VLLM_VERSION := 0.33.0
