@@ -94,3 +94,15 @@ extern "C" hotpage_status hotpage_query_device(hotpage_device_properties *proper
   (void)cudaGetLastError();
   return status_of(error);
 }
+
+extern "C" int32_t hotpage_is_pinned(uint64_t address) {
+  cudaPointerAttributes attributes = {};
+  const void *pointer = reinterpret_cast<const void *>(address);
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
+  if (error != cudaSuccess) {
+    // Left behind, it would be blamed on the caller's next launch.
+    (void)cudaGetLastError();
+    return 0;
+  }
+  return attributes.type == cudaMemoryTypeHost ? 1 : 0;
+}

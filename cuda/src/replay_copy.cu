@@ -7,7 +7,7 @@
 namespace hotpage {
 namespace {
 
-// Enough rows on the bus to fill it, measured on an H200; see benches/README.md.
+// Enough rows on the bus to fill it, measured on an H200; see benches/gpu/README.md.
 constexpr int32_t kDefaultCopyBlocks = 128;
 
 constexpr int32_t kMinBlockSize = 1;
@@ -18,8 +18,7 @@ constexpr int32_t kMaxBlockSize = 128;
 hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
   if (p.struct_size != sizeof(p)) return HOTPAGE_STATUS_STRUCT_SIZE;
   bool ok = p.num_requests >= 1 && p.num_requests <= kMaxRequests && p.num_layers >= least_layers &&
-            p.num_layers <= HOTPAGE_MAX_GROUP_LAYERS && p.row_bytes >= kUnitBytes &&
-            p.row_bytes % kUnitBytes == 0 && p.row_bytes <= HOTPAGE_MAX_ROW_BYTES &&
+            p.num_layers <= HOTPAGE_MAX_GROUP_LAYERS && row_bytes_fit(p.row_bytes) &&
             p.max_blocks >= 0 && p.copy_list_stride >= 1 && p.host_row_stride >= p.row_bytes &&
             p.host_row_stride % kUnitBytes == 0 && p.block_size >= kMinBlockSize &&
             p.block_size <= kMaxBlockSize && p.block_stride_rows >= p.block_size &&
@@ -34,8 +33,8 @@ hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
 }
 
 hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve,
-                           cudaStream_t stream) {
-  const CopyArgs args = plan_copy(params);
+                           const HolderMarks &marks, cudaStream_t stream) {
+  const CopyArgs args = plan_copy(params, marks);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
   config.blockDim = dim3(kCopyThreads);
@@ -55,5 +54,5 @@ extern "C" hotpage_status hotpage_replay_copy(const hotpage_copy_params *params,
   if (params == nullptr) return HOTPAGE_STATUS_INVALID_ARGUMENT;
   const hotpage_status checked = hotpage::check_copy(*params, 1);
   if (checked != HOTPAGE_OK) return checked;
-  return hotpage::launch_copy(*params, false, static_cast<cudaStream_t>(stream));
+  return hotpage::launch_copy(*params, false, {}, static_cast<cudaStream_t>(stream));
 }

@@ -77,7 +77,11 @@ extern "C" hotpage_status hotpage_resolve_and_copy(const hotpage_resolve_and_cop
   hotpage_status status = hotpage::check_resolve(params);
   if (status != HOTPAGE_OK) return status;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  status = hotpage::launch_resolve(*params, on);
-  if (status != HOTPAGE_OK || params->copy.num_layers == 0) return status;
-  return hotpage::launch_copy(params->copy, true, on);
+  if (params->copy.num_layers == 0) return hotpage::launch_resolve(*params, on);
+  // The copy waits for the bus anyway, so it marks the holders; alone, the resolve does.
+  const hotpage::HolderMarks marks = {params->holders, params->state_row, params->num_state_rows};
+  hotpage_resolve_and_copy_params resolve = *params;
+  resolve.holders = 0;
+  status = hotpage::launch_resolve(resolve, on);
+  return status == HOTPAGE_OK ? hotpage::launch_copy(params->copy, true, marks, on) : status;
 }

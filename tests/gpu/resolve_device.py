@@ -42,6 +42,7 @@ class DeviceResolve:
         copy: str = "group",
         max_copy_blocks: int = 0,
         with_bytes: bool = True,
+        holders: torch.Tensor | None = None,
     ) -> None:
         s = shape
         self.shape = shape
@@ -74,7 +75,13 @@ class DeviceResolve:
         )
         bound = {"group": self.layers, "leader": leader, "none": None}[copy]
         self.resolve = ResolveAndCopy(
-            self.inputs, self.state, outputs, sizes, bound, max_copy_blocks=max_copy_blocks
+            self.inputs,
+            self.state,
+            outputs,
+            sizes,
+            bound,
+            max_copy_blocks=max_copy_blocks,
+            holders=holders,
         )
         self.replays: list[ReplayCopy] = []
         if copy == "leader" and self.layers is not None:

@@ -44,7 +44,8 @@ def debug_library(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_resolve_and_copies_are_clean_under(tool: str, debug_library: Path, root: Path) -> None:
+@pytest.mark.parametrize("program", ["sanitized_resolve.py", "sanitized_pools.py"])
+def test_kernels_are_clean_under(tool: str, program: str, debug_library: Path, root: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
@@ -55,7 +56,7 @@ def test_resolve_and_copies_are_clean_under(tool: str, debug_library: Path, root
     }
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", *TOOLS[tool],
-         sys.executable, str(HERE / "sanitized_resolve.py")],
+         sys.executable, str(HERE / program)],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     report = (done.stdout + done.stderr)[-3000:]

@@ -16,7 +16,7 @@
  *  - A change of any struct, status or signature increments HOTPAGE_ABI_VERSION and is repeated in
  *    python/hotpage/kernels/_abi.py, which tests/unit/test_abi_sync.py compares with this file.
  */
-#define HOTPAGE_ABI_VERSION 2
+#define HOTPAGE_ABI_VERSION 3
 
 #define HOTPAGE_API __attribute__((visibility("default")))
 
@@ -31,7 +31,13 @@
   X(hotpage_device_properties, 56) \
   X(hotpage_fill_params, 24)       \
   X(hotpage_copy_params, 200)      \
-  X(hotpage_resolve_and_copy_params, 400)
+  X(hotpage_resolve_and_copy_params, 408) \
+  X(hotpage_pools_params, 64)      \
+  X(hotpage_mirror_rows_params, 120) \
+  X(hotpage_report_mirrored_params, 56) \
+  X(hotpage_copy_pages_params, 104) \
+  X(hotpage_stage_prefill_params, 336) \
+  X(hotpage_invalidate_params, 120)
 
 #ifdef __cplusplus
 extern "C" {
@@ -194,9 +200,251 @@ typedef struct hotpage_resolve_and_copy_params {
   uint64_t valid_counts;
   /* In and out, uint64 [HOTPAGE_NUM_COUNTERS]. */
   uint64_t counters;
+  /* In and out, uint32 [num_host_rows / block_size][ceil(num_state_rows / 32)], or 0: holder bits,
+     as in hotpage_invalidate_params; set for every row that gets a hot slot, by the copy if there
+     is one. */
+  uint64_t holders;
   /* Out: the copy list, at least max_rows_per_request x top_k long. Its layers are copied. */
   hotpage_copy_params copy;
 } hotpage_resolve_and_copy_params;
+
+/* Columns of a layer table, int64 [num_layers][HOTPAGE_NUM_LAYER_COLUMNS]. */
+enum {
+  /* Address of the layer's page of GPU block 0, 16-byte aligned. Rows of a page are adjacent. */
+  HOTPAGE_LAYER_GPU_ADDRESS = 0,
+  /* Bytes from one GPU block to the next in the layer's view. */
+  HOTPAGE_LAYER_GPU_BLOCK_BYTES = 1,
+  /* Address of host row 0 of the layer: pinned and mapped, 16-byte aligned. */
+  HOTPAGE_LAYER_HOST_ADDRESS = 2,
+  /* Bytes from a host row to the next in the layer. */
+  HOTPAGE_LAYER_HOST_ROW_STRIDE = 3,
+  /* KV cache group of the layer. */
+  HOTPAGE_LAYER_KV_GROUP = 4,
+  HOTPAGE_NUM_LAYER_COLUMNS = 5
+};
+
+/* Columns of a chunk table, int32 [num_chunks][HOTPAGE_NUM_CHUNK_COLUMNS], 16-byte aligned. */
+enum {
+  /* First layer of the chunk, a row of the layer table. */
+  HOTPAGE_CHUNK_LAYER = 0,
+  HOTPAGE_CHUNK_NUM_LAYERS = 1,
+  /* First token of the chunk inside a tile of HOTPAGE_TILE_TOKENS tokens. */
+  HOTPAGE_CHUNK_TOKEN = 2,
+  /* 1, 2 or 4. */
+  HOTPAGE_CHUNK_NUM_TOKENS = 3,
+  HOTPAGE_NUM_CHUNK_COLUMNS = 4
+};
+
+/* Tokens of a tile, and rows (tokens x layers) of a chunk at most. */
+#define HOTPAGE_TILE_TOKENS 4
+#define HOTPAGE_CHUNK_ROWS 4
+
+/* Both pools, as the ops see them that copy rows of many layers in one launch. */
+typedef struct hotpage_pools_params {
+  uint32_t struct_size;
+  int32_t num_layers;
+  /* Chunks that cover one tile of all layers, each (token, layer) once. */
+  int32_t num_chunks;
+  int32_t num_kv_groups;
+  /* A multiple of 16, at most HOTPAGE_MAX_ROW_BYTES. */
+  int32_t row_bytes;
+  /* Tokens per block, 1 to 1,024. */
+  int32_t block_size;
+  /* Most thread blocks of a launch; 0 leaves it to the library. */
+  int32_t max_blocks;
+  int32_t reserved;
+  /* Blocks of each pool, the null block counted; times block_size at most 2^31 - 1. */
+  int64_t num_gpu_blocks;
+  int64_t num_host_blocks;
+  /* int64 [num_layers][HOTPAGE_NUM_LAYER_COLUMNS] in device memory. */
+  uint64_t layers;
+  /* int32 [num_chunks][HOTPAGE_NUM_CHUNK_COLUMNS] in device memory. */
+  uint64_t chunks;
+} hotpage_pools_params;
+
+/* Places in the counters of mirror_rows. Its three kinds of token add up to the tokens. */
+enum {
+  /* Tokens whose rows were copied in every layer. */
+  HOTPAGE_MIRROR_COPIED = 0,
+  /* Tokens without a resident row in any KV cache group: padding. */
+  HOTPAGE_MIRROR_SKIPPED = 1,
+  /* Tokens with a resident row and no host row, or without a resident row in some group; and rows
+     that report_mirrored found missing. */
+  HOTPAGE_MIRROR_LOST = 2,
+  HOTPAGE_NUM_MIRROR_COUNTERS = 3
+};
+
+/* The step's rows of some layers, GPU pool to host pool. */
+typedef struct hotpage_mirror_rows_params {
+  uint32_t struct_size;
+  /* Tokens of the launch, padding counted; may be 0. */
+  int32_t num_tokens;
+  /* Elements from a row of resident_slot to the next. */
+  int64_t resident_slot_stride;
+  /* int64 [rows][num_tokens]: GPU block x block_size + offset of each token. */
+  uint64_t resident_slot;
+  /* int32 [num_kv_groups]: row of resident_slot of each KV cache group. */
+  uint64_t slot_row;
+  /* int64 [num_tokens]: host block x block_size + offset, -1 for padding. */
+  uint64_t host_row;
+  /* In and out, uint64 [num_host_blocks][ceil(block_size / 64)]: bit r % 64 of word r / 64 of a
+     block is set when its row r has landed. */
+  uint64_t mask;
+  /* In and out, uint64 [HOTPAGE_NUM_MIRROR_COUNTERS]. */
+  uint64_t counters;
+  hotpage_pools_params pools;
+} hotpage_mirror_rows_params;
+
+/* Which of some host blocks have landed whole. */
+typedef struct hotpage_report_mirrored_params {
+  uint32_t struct_size;
+  int32_t num_blocks;
+  int32_t block_size;
+  int32_t reserved;
+  int64_t num_host_blocks;
+  /* int32 [num_blocks], device memory or pinned. */
+  uint64_t host_block;
+  /* As in hotpage_mirror_rows_params. */
+  uint64_t mask;
+  /* Out, int32 [num_blocks], device memory or pinned: rows of the block that have not landed;
+     block_size for the null block and for blocks beyond the pool. */
+  uint64_t missing_rows;
+  /* In and out, uint64 [HOTPAGE_NUM_MIRROR_COUNTERS]; missing rows add to the lost ones. */
+  uint64_t counters;
+} hotpage_report_mirrored_params;
+
+/* Places in the counters of spill_pages and restore_pages. */
+enum {
+  HOTPAGE_PAGES_COPIED = 0,
+  /* Pages with a null block, a block beyond its pool, or more rows than a page has. */
+  HOTPAGE_PAGES_SKIPPED = 1,
+  HOTPAGE_NUM_PAGES_COUNTERS = 2
+};
+
+/* Whole pages or their first rows, all layers. No two pages of a launch share a target block. */
+typedef struct hotpage_copy_pages_params {
+  uint32_t struct_size;
+  /* May be 0. */
+  int32_t num_pages;
+  /* int32 [num_pages]. */
+  uint64_t host_block;
+  /* int32 [num_pages][num_kv_groups]. */
+  uint64_t resident_blocks;
+  /* int32 [num_pages]: rows to copy from the page's start, 0 to block_size. */
+  uint64_t num_rows;
+  /* In and out, uint64 [HOTPAGE_NUM_PAGES_COUNTERS]. */
+  uint64_t counters;
+  hotpage_pools_params pools;
+} hotpage_copy_pages_params;
+
+/* What stage_prefill does with a row. */
+enum {
+  HOTPAGE_STAGE_RAW = 0,
+  /* fp8_ds_mla, 656 bytes, to bfloat16 [576]: 512 scaled values and 64 that are copied. */
+  HOTPAGE_STAGE_FP8_TO_BF16 = 1
+};
+
+/* Places in the counters of stage_prefill: rows by where they came from, once per launch. */
+enum {
+  HOTPAGE_STAGE_FROM_GPU = 0,
+  HOTPAGE_STAGE_FROM_HOST = 1,
+  /* Rows of positions that neither pool has: zeros were written. */
+  HOTPAGE_STAGE_INVALID = 2,
+  HOTPAGE_NUM_STAGE_COUNTERS = 3
+};
+
+/* Context rows of some requests, from wherever they are, into workspace rows of some layers. */
+typedef struct hotpage_stage_prefill_params {
+  uint32_t struct_size;
+  /* Workspace rows of the launch; may be 0. Rows from row_start[num_requests] on stay as they
+     are. */
+  int32_t num_rows;
+  /* At most HOTPAGE_MAX_REQUESTS. */
+  int32_t num_requests;
+  /* Layers of one index group, at most HOTPAGE_MAX_GROUP_LAYERS. */
+  int32_t num_layers;
+  int32_t row_bytes;
+  /* HOTPAGE_STAGE_RAW or HOTPAGE_STAGE_FP8_TO_BF16. */
+  int32_t conversion;
+  int32_t block_size;
+  int32_t num_pages;
+  int32_t num_state_rows;
+  int32_t max_blocks;
+  int64_t num_gpu_blocks;
+  int64_t num_host_blocks;
+  int64_t gpu_block_bytes;
+  int64_t host_row_stride;
+  /* Bytes from a workspace row to the next, a multiple of 16. */
+  int64_t workspace_row_stride;
+  int64_t residency_stride;
+  int64_t source_block_table_stride;
+  /* int32 [num_requests + 1], ascending from 0: first workspace row of each request. */
+  uint64_t row_start;
+  /* int32 [num_requests]: context position of that row. */
+  uint64_t first_position;
+  /* int32 [num_requests]: row of residency, -1 for a request without resident pages. */
+  uint64_t state_row;
+  /* int32 [num_state_rows][num_pages]: GPU block of each page, 0 if host-only. */
+  uint64_t residency;
+  /* int32 [num_requests][num_pages]: host block of each page, 0 for none. */
+  uint64_t source_block_table;
+  /* In and out, uint64 [HOTPAGE_NUM_STAGE_COUNTERS]. */
+  uint64_t counters;
+  uint64_t host_layer[HOTPAGE_MAX_GROUP_LAYERS];
+  uint64_t gpu_layer[HOTPAGE_MAX_GROUP_LAYERS];
+  /* Workspace row 0 of each layer, 16-byte aligned. */
+  uint64_t workspace[HOTPAGE_MAX_GROUP_LAYERS];
+} hotpage_stage_prefill_params;
+
+/* Columns of a state table, int64 [num_index_groups][HOTPAGE_NUM_STATE_COLUMNS]: the state of
+   each index group as in hotpage_resolve_and_copy_params. */
+enum {
+  HOTPAGE_STATE_ROW_MAP = 0,
+  HOTPAGE_STATE_LAST_USED = 1,
+  /* A state row of epoch 0 holds no rows. */
+  HOTPAGE_STATE_EPOCH = 2,
+  HOTPAGE_STATE_HOT_ROWS = 3,
+  HOTPAGE_NUM_STATE_COLUMNS = 4
+};
+
+#define HOTPAGE_MAX_STATE_ROWS 4096
+
+/* Frees the hot slots, of all index groups, whose host row changed. */
+typedef struct hotpage_invalidate_params {
+  uint32_t struct_size;
+  int32_t num_index_groups;
+  /* At most HOTPAGE_MAX_STATE_ROWS. */
+  int32_t num_state_rows;
+  int32_t block_size;
+  /* Lengths of the three lists; may be 0. */
+  int32_t num_recycled;
+  int32_t num_rewritten;
+  /* Entries of state_row; ignored with holders. */
+  int32_t num_active;
+  int32_t max_blocks;
+  /* Hot rows of the widest state; of every state a multiple of 4. */
+  int32_t max_hot_rows;
+  int32_t reserved;
+  int64_t num_host_blocks;
+  /* int64 [num_index_groups][HOTPAGE_NUM_STATE_COLUMNS] in device memory. */
+  uint64_t states;
+  /* int32 [num_active]: state rows to look at, -1 for none; 0 looks at all of them. */
+  uint64_t state_row;
+  /* int32 [num_recycled]: host blocks that were allocated anew; negative ones are ignored. */
+  uint64_t recycled_host_block;
+  /* int64 [num_rewritten]: host rows that a mirror wrote; negative ones are ignored. */
+  uint64_t rewritten_host_row;
+  /* In and out, uint32 [num_host_blocks][ceil(num_state_rows / 32)], or 0: bit s % 32 of word
+     s / 32 of a block is set if a row map of state row s may hold one of its rows. Only state rows
+     so marked are looked at, and the bits of recycled blocks are cleared. */
+  uint64_t holders;
+  /* In and out, mirror masks whose words of recycled blocks are cleared; 0 for none. */
+  uint64_t mask[2];
+  /* In and out, uint64 [1]: hot slots freed. */
+  uint64_t freed;
+  /* uint32 [1], 0 before and after each launch. */
+  uint64_t scratch;
+} hotpage_invalidate_params;
 
 #define HOTPAGE_ASSERT_SIZE(name, bytes) \
   HOTPAGE_STATIC_ASSERT(sizeof(struct name) == (bytes), #name " has an unexpected size");
@@ -221,6 +469,10 @@ HOTPAGE_API hotpage_status hotpage_device_count(int32_t *count);
 /* Fills every field after `device`. Not for use inside a capture. */
 HOTPAGE_API hotpage_status hotpage_query_device(hotpage_device_properties *properties);
 
+/* 1 if kernels can reach host memory at this address: pinned by CUDA or registered. Not for use
+   inside a capture. */
+HOTPAGE_API int32_t hotpage_is_pinned(uint64_t address);
+
 /* Enqueues one launch on `stream` (a cudaStream_t; null is the legacy default stream). */
 HOTPAGE_API hotpage_status hotpage_fill(const hotpage_fill_params *params, void *stream);
 
@@ -233,6 +485,20 @@ HOTPAGE_API hotpage_status hotpage_resolve_and_copy(const hotpage_resolve_and_co
 
 /* Enqueues one launch: copies by a list that an earlier resolve on the stream wrote. */
 HOTPAGE_API hotpage_status hotpage_replay_copy(const hotpage_copy_params *params, void *stream);
+
+/* Each enqueues one launch, or none if there is nothing to do. */
+HOTPAGE_API hotpage_status hotpage_mirror_rows(const hotpage_mirror_rows_params *params,
+                                               void *stream);
+HOTPAGE_API hotpage_status hotpage_report_mirrored(const hotpage_report_mirrored_params *params,
+                                                   void *stream);
+HOTPAGE_API hotpage_status hotpage_spill_pages(const hotpage_copy_pages_params *params,
+                                               void *stream);
+HOTPAGE_API hotpage_status hotpage_restore_pages(const hotpage_copy_pages_params *params,
+                                                 void *stream);
+HOTPAGE_API hotpage_status hotpage_stage_prefill(const hotpage_stage_prefill_params *params,
+                                                 void *stream);
+HOTPAGE_API hotpage_status hotpage_invalidate(const hotpage_invalidate_params *params,
+                                              void *stream);
 
 #ifdef __cplusplus
 }

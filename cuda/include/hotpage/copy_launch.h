@@ -2,6 +2,7 @@
 // Owns the declaration of the copy launcher that resolve_and_copy and replay_copy share.
 #pragma once
 
+#include "hotpage/holders.cuh"
 #include "hotpage/launch.cuh"
 
 namespace hotpage {
@@ -11,7 +12,8 @@ hotpage_status check_copy(const hotpage_copy_params &params, int32_t least_layer
 
 // Enqueues the copy of params' layers. `after_resolve`: the launch before it on the stream is the
 // resolve that writes the copy list, and the copy's blocks may start before that has ended.
+// `marks`: which holder bits the copy sets, if any.
 hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve,
-                           cudaStream_t stream);
+                           const HolderMarks &marks, cudaStream_t stream);
 
 }  // namespace hotpage

@@ -10,6 +10,8 @@
 #include <cstdint>
 
 #include "hotpage/abi.h"
+#include "hotpage/holders.cuh"
+#include "hotpage/row_chunk.cuh"
 #include "hotpage/warp.cuh"
 
 namespace hotpage {
@@ -19,34 +21,24 @@ constexpr int kCopyWarps = kCopyThreads / kWarpSize;
 constexpr int kMaxRequests = HOTPAGE_MAX_REQUESTS;
 static_assert(kMaxRequests == 2 * kCopyThreads, "a thread takes two requests");
 
-// Rows of one layer that a warp has in flight, and 16-byte units of them that a lane holds.
-constexpr int kRowsPerChunk = 4;
-constexpr int kUnitsPerLane = 6;
-constexpr int kUnitBytes = 16;
-
 struct CopyArgs {
   hotpage_copy_params p;
-  uint32_t units_per_row;
-  uint32_t units_per_row_reciprocal;  // ceil(2^32 / units_per_row); 0 for one unit
+  RowUnits units;
+  HolderMarks marks;
   // 1: the list repeats every row for each layer in turn, so that rows that lie side by side in
   // the host pool are read together. 0: a layer's rows follow each other.
   uint32_t layers_innermost;
 };
 
-inline CopyArgs plan_copy(const hotpage_copy_params &p) {
+// `marks`: which holder bits the copy sets, if any.
+inline CopyArgs plan_copy(const hotpage_copy_params &p, const HolderMarks &marks) {
   CopyArgs args = {};
   args.p = p;
-  args.units_per_row = static_cast<uint32_t>(p.row_bytes) / kUnitBytes;
-  args.units_per_row_reciprocal = reciprocal(args.units_per_row);
+  args.units = units_of_row(p.row_bytes);
+  args.marks = marks;
   args.layers_innermost = p.host_row_stride > p.row_bytes ? 1 : 0;
   return args;
 }
-
-// A row of one layer: where from and where to.
-struct RowCopy {
-  uint64_t source;
-  uint64_t target;
-};
 
 // first_of_request[i]: copies of the requests before i. Returns all copies; ends with a barrier.
 __device__ __forceinline__ uint32_t sum_copy_counts(const hotpage_copy_params &p,
@@ -95,45 +87,16 @@ __device__ __forceinline__ RowCopy find_copy(const CopyArgs &args, const uint32_
   const int64_t at = int64_t{request} * p.copy_list_stride + (index - first_of_request[request]);
   const int64_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[at];
   const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[at];
+  if (args.marks.holders != 0 && layer == 0) {
+    const int32_t state_row = reinterpret_cast<const int32_t *>(args.marks.state_row)[request];
+    const int32_t host_block = static_cast<int32_t>(host_row) / p.block_size;
+    mark_holder(args.marks.holders, args.marks.num_state_rows, host_block, state_row);
+  }
   const int32_t block = hot_row / p.block_stride_rows;
   const int64_t row_in_block = hot_row - block * p.block_stride_rows;
   return {p.host_layer[layer] + static_cast<uint64_t>(host_row * p.host_row_stride),
           p.gpu_layer[layer] +
               static_cast<uint64_t>(block * p.gpu_block_stride + row_in_block * p.row_bytes)};
-}
-
-// The row of a chunk that a unit belongs to.
-__device__ __forceinline__ uint32_t row_of_unit(const CopyArgs &args, uint32_t unit) {
-  return args.units_per_row == 1 ? unit : __umulhi(unit, args.units_per_row_reciprocal);
-}
-
-// Copies num_units units of the chunk's rows; lane i < kRowsPerChunk holds row i's addresses.
-__device__ __forceinline__ void copy_chunk(const CopyArgs &args, const RowCopy &mine,
-                                           uint32_t num_units) {
-  for (uint32_t base = 0; base < num_units; base += kWarpSize * kUnitsPerLane) {
-    uint4 units[kUnitsPerLane];
-    // All reads are under way before the first write waits for one.
-#pragma unroll
-    for (int i = 0; i < kUnitsPerLane; ++i) {
-      const uint32_t unit = base + i * kWarpSize + lane_id();
-      const uint32_t row = row_of_unit(args, unit);
-      const uint64_t source = __shfl_sync(kFullWarp, mine.source, row % kRowsPerChunk);
-      if (unit < num_units) {
-        const uint32_t offset = (unit - row * args.units_per_row) * kUnitBytes;
-        units[i] = __ldcg(reinterpret_cast<const uint4 *>(source + offset));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kUnitsPerLane; ++i) {
-      const uint32_t unit = base + i * kWarpSize + lane_id();
-      const uint32_t row = row_of_unit(args, unit);
-      const uint64_t target = __shfl_sync(kFullWarp, mine.target, row % kRowsPerChunk);
-      if (unit < num_units) {
-        const uint32_t offset = (unit - row * args.units_per_row) * kUnitBytes;
-        __stcg(reinterpret_cast<uint4 *>(target + offset), units[i]);
-      }
-    }
-  }
 }
 
 // Shared memory of a copy block.
@@ -162,7 +125,7 @@ __device__ __forceinline__ void copy_slice(const CopyArgs &args, CopyShared *sha
     // The next chunk's addresses arrive while this one's rows are on the bus.
     const RowCopy next = find(chunk + kCopyWarps);
     const uint32_t rows = min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk);
-    copy_chunk(args, mine, rows * args.units_per_row);
+    copy_chunk(args.units, mine, rows);
     mine = next;
   }
 }

@@ -18,6 +18,19 @@ inline hotpage_status status_of(cudaError_t error) {
 // error; it neither waits for the kernel nor disturbs a capture.
 inline hotpage_status launch_status() { return status_of(cudaGetLastError()); }
 
+// Enqueues kernel(args). A call and not <<<>>>, so that a C++ compiler reads the launchers too:
+// tests run them on a CPU.
+template <typename Args>
+hotpage_status launch(void (*kernel)(Args), unsigned num_blocks, unsigned num_threads,
+                      const Args &args, void *stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(num_blocks);
+  config.blockDim = dim3(num_threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  (void)cudaLaunchKernelEx(&config, kernel, args);
+  return launch_status();
+}
+
 // HOTPAGE_OK if `params` is a block of the size that this library was built with.
 template <typename Params>
 hotpage_status check_params(const Params *params) {

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "hotpage/holders.cuh"
 #include "hotpage/hot_slots.cuh"
 #include "hotpage/rank_rows.cuh"
 #include "hotpage/resolve_args.cuh"
@@ -102,6 +103,7 @@ class ResolveBlock {
   __device__ __forceinline__ void rank_misses(uint32_t num_misses);
   __device__ __forceinline__ void count(int which, uint32_t n) const;
   __device__ __forceinline__ bool resolve_hot(bool has_region);
+  __device__ __forceinline__ void mark_holders();
   __device__ __forceinline__ void emit(bool dense);
 
   __device__ __forceinline__ int32_t hot_row(int hot_slot) const {
@@ -428,7 +430,17 @@ HOTPAGE_RESOLVE(bool)::resolve_hot(bool has_region) {
     __syncthreads();  // orders the filled slots before entries look for them
   }
   slots.store(epoch, renormalises);
+  if (p.holders != 0) mark_holders();
   return num_copies == num_misses;
+}
+
+// Marks the blocks whose rows got a hot slot. OK behind the victims, in a loop of its own: miss i
+// got one if i < num_copies, `sorted` keeps it, and in the victims' loop the marks cost spills.
+HOTPAGE_RESOLVE(void)::mark_holders() {
+  for (uint32_t i = threadIdx.x; i < num_copies; i += kResolveThreads) {
+    const int32_t block = sorted[i] / p.copy.block_size;
+    mark_holder(p.holders, p.num_state_rows, block, state_row);
+  }
 }
 
 // Writes the request's outputs. Dense rows have no invalid entry; otherwise valid entries move to

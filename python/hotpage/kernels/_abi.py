@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 OK = 0
 STATUS_STRUCT_SIZE = 1
@@ -160,5 +160,153 @@ class ResolveAndCopyParams(ParameterBlock):
         ("physical_topk", ctypes.c_uint64),
         ("valid_counts", ctypes.c_uint64),
         ("counters", ctypes.c_uint64),
+        ("holders", ctypes.c_uint64),
         ("copy", CopyParams),
+    ]
+
+
+MAX_BLOCK_SIZE = 1024
+TILE_TOKENS = 4
+CHUNK_ROWS = 4
+NUM_LAYER_COLUMNS = 5
+NUM_CHUNK_COLUMNS = 4
+NUM_STATE_COLUMNS = 4
+NUM_MIRROR_COUNTERS = 3
+NUM_PAGES_COUNTERS = 2
+NUM_STAGE_COUNTERS = 3
+STAGE_RAW = 0
+STAGE_FP8_TO_BF16 = 1
+MAX_STATE_ROWS = 4096
+
+
+@mirror("hotpage_pools_params")
+class PoolsParams(ParameterBlock):
+    """Layer table, chunk table and sizes of both pools."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_layers", ctypes.c_int32),
+        ("num_chunks", ctypes.c_int32),
+        ("num_kv_groups", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("num_gpu_blocks", ctypes.c_int64),
+        ("num_host_blocks", ctypes.c_int64),
+        ("layers", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
+    ]
+
+
+@mirror("hotpage_mirror_rows_params", launcher="hotpage_mirror_rows")
+class MirrorRowsParams(ParameterBlock):
+    """Slot mappings of one step and what a mirror writes; strides in elements."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_int32),
+        ("resident_slot_stride", ctypes.c_int64),
+        ("resident_slot", ctypes.c_uint64),
+        ("slot_row", ctypes.c_uint64),
+        ("host_row", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("pools", PoolsParams),
+    ]
+
+
+@mirror("hotpage_report_mirrored_params", launcher="hotpage_report_mirrored")
+class ReportMirroredParams(ParameterBlock):
+    """Host blocks to ask about and where the answer goes."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_blocks", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("num_host_blocks", ctypes.c_int64),
+        ("host_block", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64),
+        ("missing_rows", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+    ]
+
+
+@mirror("hotpage_copy_pages_params", launcher="hotpage_spill_pages")
+class CopyPagesParams(ParameterBlock):
+    """A page list; both spill_pages and restore_pages take it."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_pages", ctypes.c_int32),
+        ("host_block", ctypes.c_uint64),
+        ("resident_blocks", ctypes.c_uint64),
+        ("num_rows", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("pools", PoolsParams),
+    ]
+
+
+LAUNCHERS["hotpage_restore_pages"] = CopyPagesParams
+
+
+@mirror("hotpage_stage_prefill_params", launcher="hotpage_stage_prefill")
+class StagePrefillParams(ParameterBlock):
+    """Requests, tables and layers of one staging; strides of tables in elements."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_rows", ctypes.c_int32),
+        ("num_requests", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
+        ("conversion", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_state_rows", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("num_gpu_blocks", ctypes.c_int64),
+        ("num_host_blocks", ctypes.c_int64),
+        ("gpu_block_bytes", ctypes.c_int64),
+        ("host_row_stride", ctypes.c_int64),
+        ("workspace_row_stride", ctypes.c_int64),
+        ("residency_stride", ctypes.c_int64),
+        ("source_block_table_stride", ctypes.c_int64),
+        ("row_start", ctypes.c_uint64),
+        ("first_position", ctypes.c_uint64),
+        ("state_row", ctypes.c_uint64),
+        ("residency", ctypes.c_uint64),
+        ("source_block_table", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("host_layer", ctypes.c_uint64 * MAX_GROUP_LAYERS),
+        ("gpu_layer", ctypes.c_uint64 * MAX_GROUP_LAYERS),
+        ("workspace", ctypes.c_uint64 * MAX_GROUP_LAYERS),
+    ]
+
+
+@mirror("hotpage_invalidate_params", launcher="hotpage_invalidate")
+class InvalidateParams(ParameterBlock):
+    """Id lists, the states of all index groups, and what goes with recycled blocks."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_index_groups", ctypes.c_int32),
+        ("num_state_rows", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("num_recycled", ctypes.c_int32),
+        ("num_rewritten", ctypes.c_int32),
+        ("num_active", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("max_hot_rows", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("num_host_blocks", ctypes.c_int64),
+        ("states", ctypes.c_uint64),
+        ("state_row", ctypes.c_uint64),
+        ("recycled_host_block", ctypes.c_uint64),
+        ("rewritten_host_row", ctypes.c_uint64),
+        ("holders", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64 * 2),
+        ("freed", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
     ]

@@ -61,6 +61,7 @@ class Library:
             "hotpage_struct_size": (ctypes.c_uint32, [ctypes.c_char_p]),
             "hotpage_status_text": (ctypes.c_char_p, [ctypes.c_int32]),
             "hotpage_device_count": (ctypes.c_int32, [int32_p]),
+            "hotpage_is_pinned": (ctypes.c_int32, [ctypes.c_uint64]),
             "hotpage_query_device": (ctypes.c_int32, [properties_p]),
         }
         for name, block in _abi.LAUNCHERS.items():
@@ -112,6 +113,14 @@ class Library:
         count = ctypes.c_int32()
         self._check("device_count", self._handle.hotpage_device_count(ctypes.byref(count)))
         return count.value
+
+    def is_pinned(self, address: int, num_bytes: int) -> bool:
+        """Whether kernels can reach a range of host memory at its host address.
+
+        Asks the driver about both ends, so memory that was registered, by whom ever, counts.
+        """
+        ends = (address, address + max(num_bytes, 1) - 1)
+        return all(self._handle.hotpage_is_pinned(end) == 1 for end in ends)
 
     def query_device(self, device: int) -> _abi.DeviceProperties:
         """Properties of a device, as bounds are checked against.

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hotpage.errors import ConfigError
+from hotpage.errors import ConfigError, KernelUnavailableError
+from hotpage.kernels._library import load
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def check_host_rows(name: str, rows: torch.Tensor, row_bytes: int, stride: int |
     if got < row_bytes or (stride is not None and got != stride):
         expected = f"at least {row_bytes}" if stride is None else str(stride)
         raise ConfigError(f"{name} has {got} bytes between rows, expected {expected}")
-    if rows.device.type != "cpu" or not rows.is_pinned():
+    if rows.device.type != "cpu" or not is_pinned(rows):
         raise ConfigError(f"{name} is not pinned host memory")
     return got
 
@@ -89,3 +90,30 @@ def _check_bytes(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -
     check_tensor(name, tensor, "uint8", shape, tensor.device)
     if tensor.data_ptr() % ROW_UNIT_BYTES or any(s % ROW_UNIT_BYTES for s in tensor.stride()[:-1]):
         raise ConfigError(f"{name} has rows that are not aligned to {ROW_UNIT_BYTES} bytes")
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read and write a host tensor at its host address.
+
+    torch's own answer knows only memory that torch pinned. Without the library there is no other.
+    """
+    if tensor.is_pinned():
+        return True
+    try:
+        library = load()
+    except KernelUnavailableError:
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in steps) + 1
+    return library.is_pinned(tensor.data_ptr(), reach * tensor.element_size())
+
+
+def check_list(name: str, ids: torch.Tensor, dtype: str, length: int, device: torch.device) -> None:
+    """Checks a list of ids that may be longer than what is used of it.
+
+    Raises:
+        ConfigError: another dtype or device, more than one dimension, gaps, or too short.
+    """
+    check_tensor(name, ids, dtype, (None,), device)
+    if ids.shape[0] < length:
+        raise ConfigError(f"{name} has {ids.shape[0]} entries, expected at least {length}")

@@ -155,6 +155,8 @@ class ResolveAndCopy:
         layers: the layers whose missed rows the call copies, leader first; None copies nothing,
             and `ReplayCopy` does it.
         max_copy_blocks: as in `ReplayCopy`.
+        holders: int32 `[host blocks][ceil(state rows / 32)]`, the words of the `Holders` that the
+            step's invalidation reads; the resolve marks whose row map gets a row of which block.
 
     Raises:
         ConfigError: a tensor or size that the kernel does not take, or a hot region that could
@@ -171,6 +173,7 @@ class ResolveAndCopy:
         layers: LayerRows | None = None,
         *,
         max_copy_blocks: int = 0,
+        holders: torch.Tensor | None = None,
     ) -> None:
         device = inputs.logical_topk.device
         self._tensors = (inputs, state, outputs, layers)
@@ -183,6 +186,7 @@ class ResolveAndCopy:
         self._fill_state(state)
         self._fill_outputs(outputs)
         self._fill_copy(outputs.copies, layers, shape, max_copy_blocks)
+        self._fill_holders(holders)
         self._library, properties = usable_library(device)
         self.params.shared_limit_bytes = properties.max_dynamic_shared_bytes_per_block
 
@@ -286,6 +290,21 @@ class ResolveAndCopy:
         params.copy.copy_host_row = copies.host_row.data_ptr()
         params.copy.copy_hot_row = copies.hot_row.data_ptr()
         params.copy.copy_count = copies.count.data_ptr()
+
+    def _fill_holders(self, holders: torch.Tensor | None) -> None:
+        if holders is None:
+            return
+        params = self.params
+        num_blocks = -(-params.num_host_rows // params.copy.block_size)
+        check_tensor("holders", holders, "int32", (None, None), self._device)
+        check_contiguous("holders", holders)
+        words = (params.num_state_rows + 31) // 32
+        if holders.shape[1] != words or holders.shape[0] < num_blocks:
+            raise ConfigError(
+                f"holders has shape {tuple(holders.shape)}, expected {num_blocks} or more x {words}"
+            )
+        params.holders = holders.data_ptr()
+        self._holders = holders
 
     def set_topk(self, logical_topk: torch.Tensor) -> None:
         """Reads another top-k buffer of the same shape from now on; a captured graph keeps its own.

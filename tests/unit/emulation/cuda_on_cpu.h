@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -160,18 +161,22 @@ inline bool run_block(unsigned num_threads, unsigned index, unsigned grid, unsig
 struct ThreadNumber {
   operator unsigned() const { return block.running->number; }
 };
-struct ThreadIndex {
-  ThreadNumber x;
+struct BlockNumber {
+  operator unsigned() const { return block.index; }
 };
-struct Extent {
-  unsigned x;
+struct NumBlocks {
+  operator unsigned() const { return block.grid; }
+};
+template <class Word>
+struct OneDimension {
+  Word x;
 };
 
 }  // namespace cpu
 
-static const cpu::ThreadIndex threadIdx;
-#define blockIdx (cpu::Extent{cpu::block.index})
-#define gridDim (cpu::Extent{cpu::block.grid})
+static const cpu::OneDimension<cpu::ThreadNumber> threadIdx;
+static const cpu::OneDimension<cpu::BlockNumber> blockIdx;
+static const cpu::OneDimension<cpu::NumBlocks> gridDim;
 
 inline void __syncthreads() { cpu::meet(false); }
 inline int __syncthreads_or(int predicate) { return cpu::meet(predicate != 0); }
@@ -182,19 +187,36 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   for (unsigned i = 0; i < cpu::kWarp; ++i) bits |= static_cast<unsigned>(values[i]) << i;
   return bits;
 }
+inline bool __all_sync(unsigned mask, bool predicate) {
+  return __ballot_sync(mask, predicate) == 0xffffffffu;
+}
 inline bool __any_sync(unsigned mask, bool predicate) {
   return __ballot_sync(mask, predicate) != 0;
 }
 
+// A value crosses lanes by its bits, whatever its type.
+template <class T>
+uint64_t bits_of(T value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a lane brings one word");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+template <class T>
+T value_of(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 template <class T>
 T __shfl_sync(unsigned, T value, unsigned source) {
-  return static_cast<T>(cpu::exchange(static_cast<uint64_t>(value))[source % cpu::kWarp]);
+  return value_of<T>(cpu::exchange(bits_of(value))[source % cpu::kWarp]);
 }
 template <class T>
 T __shfl_up_sync(unsigned, T value, unsigned delta) {
   const unsigned lane = threadIdx.x % cpu::kWarp;
-  const uint64_t *values = cpu::exchange(static_cast<uint64_t>(value));
-  return static_cast<T>(values[lane >= delta ? lane - delta : lane]);
+  const uint64_t *values = cpu::exchange(bits_of(value));
+  return value_of<T>(values[lane >= delta ? lane - delta : lane]);
 }
 
 template <class Combine>
@@ -223,6 +245,7 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 
@@ -243,8 +266,13 @@ T atomicOr(T *at, T value) {
   *at |= value;
   return old;
 }
+inline void __threadfence() {}
 template <class T>
 T __ldcg(const T *at) {
+  return *at;
+}
+template <class T>
+T __ldg(const T *at) {
   return *at;
 }
 template <class T>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owns the entry points through which a test runs the kernels' bodies on a CPU.
+// Owns the entry points through which a test runs the bodies of resolve and copy on a CPU, and the
+// seed of what runs through the launchers of the other kernels.
 
-#include "cuda_on_cpu.h"
+#include "cuda_runtime.h"
 
 #include <cstring>
-#include <numeric>
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
@@ -62,10 +62,14 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
   return variant;
 }
 
-extern "C" int emulate_copy(const hotpage_copy_params *params, unsigned num_blocks) {
-  CopyArgs args = plan_copy(*params);
+extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks *marks,
+                            unsigned num_blocks) {
+  CopyArgs args = plan_copy(*params, *marks);
   for (unsigned index = 0; index < num_blocks; ++index) {
     if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
   }
   return 0;
 }
+
+// Orders of blocks and threads of the launches that follow.
+extern "C" void seed_launches(unsigned seed) { cpu::launch_seed = seed; }
