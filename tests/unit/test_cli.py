@@ -98,8 +98,8 @@ def test_an_interrupt_ends_with_one_line(
     assert capsys.readouterr().err == "hotpage: interrupted\n"
 
 
-# The plan prints less than a buffer, the help more than nothing before a command is chosen, and
-# the demo prints through rich.
+# Plain printing that waits in a buffer for the end, help that comes before any command runs, and
+# rich, which writes at once and has an end of its own for closed pipes.
 PRINTING = [
     ["plan", "--gpu", "h200", "--tp", "8"],
     ["plan", "--gpu", "h200", "--tp", "8", "--json"],
