@@ -65,8 +65,8 @@ impl Model {
     /// Checks what no later step checks.
     ///
     /// # Errors
-    /// A model without layers or indexers, more layers than [`MAX_LAYERS`], one that begins with a layer that has no indexer, or a
-    /// width that the kernels cannot copy.
+    /// A model without layers or indexers, more layers than [`MAX_LAYERS`], one that begins with a
+    /// layer that has no indexer, or a width that the kernels cannot copy.
     pub fn validate(&self) -> Result<()> {
         check_layers(self.leaders.len() as u64)?;
         if !self.leaders.contains(&true) {
