@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,9 +87,67 @@ def test_what_a_user_can_cause_is_one_sentence(
     assert "Traceback" not in err
 
 
-def test_an_interrupt_ends_without_a_traceback(raising) -> None:
-    raising(KeyboardInterrupt())
-    assert cli.run(["fail"]) == 130
+def test_an_interrupt_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> list[doctor.Check]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "diagnose", interrupted)
+    assert cli.run(["doctor"]) == 130
+    assert capsys.readouterr().err == "hotpage: interrupted\n"
+
+
+# Plain printing that waits in a buffer for the end, help that comes before any command runs, and
+# rich, which writes at once and has an end of its own for closed pipes.
+PRINTING = [
+    ["plan", "--gpu", "h200", "--tp", "8"],
+    ["plan", "--gpu", "h200", "--tp", "8", "--json"],
+    ["--help"],
+    ["demo", "--scale", "0.005", "--conversations", "2", "--policy", "hotpage"],
+]
+
+
+@pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
+def test_output_that_cannot_be_written_is_one_sentence_and_exit_code_2(
+    arguments: list[str],
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hotpage", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hotpage: error: the output could not be written: No space left on device; send it "
+        "elsewhere\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
+def test_a_reader_that_goes_away_is_no_answer(arguments: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "hotpage", *arguments],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["doctor"], ["plan"]], ids=str)
+def test_help_has_a_short_name(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*command, "--help"]) == 0
+    long = capsys.readouterr().out
+    assert cli.run([*command, "-h"]) == 0
+    assert capsys.readouterr().out == long
 
 
 @pytest.mark.parametrize("error", [InvariantError("bug"), ValueError("bug"), OSError("bug")])

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from hotpage import cli
-from hotpage.cli import demo, demo_report
+from hotpage._core import Demo
+from hotpage.cli import demo, demo_report, demo_settings
+from hotpage.errors import ConfigError
 
 SMALL = ["demo", "--scale", "0.02", "--conversations", "6"]
 
@@ -133,24 +135,39 @@ def test_a_conversation_file_is_served(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["--nope"], "No such option"),
         (["--scale", "big"], "'--scale'"),
-        (["--scale", "0"], "scale is 0"),
-        (["--scale", "nan"], "scale is nan"),
-        (["--conversations", "0"], "conversations is 0"),
-        (["--conversations", "4294967295"], "conversations is 4294967295, expected at most 10000"),
-        (["--mtp", "4294967295"], "num_draft_tokens is 4294967295, expected at most 1000"),
-        (["--ranks", "4294967295"], "num_ranks is 4294967295, expected at most 1024"),
-        (["--conversations", "-3"], "num_conversations is -3"),
-        (["--gpu-pool-mib", "0"], "--gpu-pool-mib is 0"),
-        (["--gpu-pool-mib", "nan"], "--gpu-pool-mib is nan"),
-        (["--gpu-pool-mib", "0.2"], "the GPU pool has"),
-        (["--host-pool-mib", "0.2"], "the host pool has"),
-        (["--top-k", "0"], "top_k is 0"),
-        (["--hot-rows", "33"], "hot_rows is 33"),
-        (["--block-size", "0"], "block_size is 0"),
-        (["--block-size", "9999999999999"], "block_size is 9999999999999"),
+        (["--scale", "0"], "--scale is 0"),
+        (["--scale", "nan"], "--scale is nan"),
+        (
+            ["--scale", "100"],
+            "--top-k (not given, so by default) is 204800, expected at most 16384",
+        ),
+        (["--conversations", "0"], "--conversations is 0, expected at least 1; "),
+        (["--conversations", "-3"], "--conversations is -3, expected at least 1; "),
+        (
+            ["--conversations", "4294967296"],
+            "--conversations is 4294967296, expected at most 10000",
+        ),
+        (["--mtp", "-1"], "--mtp is -1, expected at least 0; "),
+        (["--mtp", "4294967295"], "--mtp is 4294967295, expected at most 1000; "),
+        (["--mtp", "999"], "--mtp is 999, expected at most 797; draft fewer, or give --top-k"),
+        (["--ranks", "0"], "--ranks is 0, expected at least 1; "),
+        (["--ranks", "4294967295"], "--ranks is 4294967295, expected at most 1024; "),
+        (["--gpu-pool-mib", "0"], "--gpu-pool-mib is 0, expected a number above 0; "),
+        (["--gpu-pool-mib", "nan"], "--gpu-pool-mib is nan, expected a number above 0; "),
+        (["--gpu-pool-mib", "1e30"], "--gpu-pool-mib is 1e+30, expected at most 65536; "),
+        (["--gpu-pool-mib", "0.2"], "--gpu-pool-mib is 0.2, expected at least 7; "),
+        (["--host-pool-mib", "1.5"], "--host-pool-mib is 1.5, expected at least 7; "),
+        (["--top-k", "0"], "--top-k is 0, expected at least 4; "),
+        (["--top-k", "20000"], "--top-k is 20000, expected at most 16384; "),
+        (["--hot-rows", "16"], "; raise --hot-rows to (--mtp + 1) x --top-k, or "),
+        (["--hot-rows", "33"], "--hot-rows is 33, expected a positive multiple of 16; "),
+        (["--block-size", "0"], "--block-size is 0, expected at least 1; "),
+        (["--block-size", "9999999999999"], "--block-size is 9999999999999, expected at most 1024"),
+        (["--seed", "-1"], "--seed is -1, expected at least 0; "),
         (["--layout", "diagonal"], "'--layout'"),
         (["--policy", "hope"], "'--policy'"),
-        (["--ranks", "0"], "num_ranks is 0"),
+        (["--workload", ""], "--workload is empty, expected the path of a file"),
+        (["--workload", "/dev/zero"], "/dev/zero: it is not a regular file; "),
         (["--workload", "gone.json"], "gone.json: No such file or directory"),
         (["--tokenizer", "words"], "give one with --workload"),
         (["extra"], "unexpected extra argument"),
@@ -166,6 +183,53 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_2(
     assert captured.err.startswith("hotpage: error: ")
     assert captured.err.count("\n") == 1
     assert text in captured.err
+
+
+@pytest.mark.parametrize("flag", demo_settings.LEAST)
+def test_the_least_numbers_that_are_stated_first_are_the_cores_own(flag: str) -> None:
+    at_bound = demo_settings.from_flags({flag: demo_settings.LEAST[flag]})
+    wide = {"hot_rows": 1024} if flag == "--top-k" else {}
+    [(name, value)] = at_bound.items()
+    if flag == "--hot-rows":
+        # Its least is what top-k and the block size make of it; 0 is refused for what it is.
+        with pytest.raises(ConfigError, match="hot_rows is 0"):
+            Demo(scale=0.02, hot_rows=0)
+        return
+    Demo(scale=0.02, **{name: value}, **wide)
+    with pytest.raises(ConfigError, match=f"expected at least {value}"):
+        Demo(scale=0.02, **{name: value - 1}, **wide)
+
+
+def test_a_pool_of_the_least_size_that_is_named_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    one = [*SMALL, "--policy", "hotpage"]
+    assert cli.run([*one, "--gpu-pool-mib", "1"]) == 2
+    least = capsys.readouterr().err.partition("expected at least ")[2].partition(";")[0]
+    assert run_json(capsys, *one, "--gpu-pool-mib", least)["mismatches"] == 0
+
+
+def test_a_run_without_pressure_says_so_and_compares_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = ["demo", "--scale", "0.02", "--conversations", "2"]
+    calm = " ".join(demo_report.reading(run_json(capsys, *few, "--gpu-pool-mib", "50")))
+    assert "under no pressure" in calm
+    assert "times as many" not in calm
+    tight = run_json(capsys, *few, "--gpu-pool-mib", "20")
+    assert "under no pressure" not in " ".join(demo_report.reading(tight))
+    alone = run_json(capsys, *few, "--gpu-pool-mib", "20", "--policy", "hotpage")
+    assert "under no pressure" not in " ".join(demo_report.reading(alone))
+
+
+def test_tokens_computed_again_without_a_preemption_have_their_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = run_json(capsys, *SMALL)
+    preempt = report["policies"]["preempt"]
+    assert preempt["preemptions"] == 0 < preempt["recomputed_tokens"]
+    reason = "because its GPU prefix cache had lost the conversation's pages between turns; "
+    assert reason in " ".join(demo_report.reading(report))
+    preempt["preemptions"] = 2
+    assert "between turns or after a preemption; " in " ".join(demo_report.reading(report))
 
 
 def test_a_bad_file_is_one_sentence_and_exit_code_2(

@@ -202,6 +202,10 @@ def test_the_remedy_of_a_host_pool_removes_the_limit(capsys: pytest.CaptureFixtu
         (["--hot-rows", "8191", "--mtp", "3"], "hot_rows is 8191, expected at least 8192 "),
         (["--hot-rows", "32769"], "hot_rows is 32769, expected at most 32768; "),
         (["--host-pool-gib", "-1"], "host_pool_gib is -1, expected above 0; "),
+        (["--host-pool-gib", "nan"], "host_pool_gib is NaN, expected above 0; "),
+        (["--host-pool-gib", "inf"], "host_pool_gib is inf, expected at most 1048576; "),
+        (["--host-pool-gib", "1e308"], "host_pool_gib is 1e308, expected at most 1048576; "),
+        (["--weights-gib", "inf"], "weights_gib is inf, expected at most 1048576; "),
         (["--weights-gib", "-1"], "weights_gib is -1, expected above 0; "),
         (["--hbm-gib", "-80"], "hbm_gib is -80, expected above 0; "),
         (["--offload-gib", "-1"], "offload_gib is -1, expected at least 0; "),
@@ -319,6 +323,51 @@ def test_a_configuration_that_cannot_be_planned_is_refused(
     assert str(caught.value).startswith(begins)
 
 
+def test_numbers_of_a_configuration_are_bounded_and_cut_short(tmp_path: Path) -> None:
+    assert find_model(str(write_config(tmp_path, num_hidden_layers=4096))).layers == 4096
+    for layers in (4097, 100_000_000, 2**31 - 1, 10**4000):
+        with pytest.raises(ConfigError, match=r"expected at most 4096; correct it$") as caught:
+            find_model(str(write_config(tmp_path, num_hidden_layers=layers)))
+        assert len(str(caught.value)) < 150
+    with pytest.raises(ConfigError, match="num_hidden_layers is 2147483647, expected at most 4096"):
+        _core.layers_with_indexer(2**31 - 1, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 200_000, "the JSON is nested too deeply"),
+        ('{"a":' * 200_000, "the JSON is nested too deeply"),
+        ('{"index_topk": ' + "9" * 10_000 + "}", "not JSON that can be read"),
+        ("{", "not JSON at line 1, column 2"),
+        (b"\xff", "not UTF-8 at byte 0"),
+    ],
+    ids=["list", "object", "digits", "cut", "bytes"],
+)
+def test_a_configuration_that_cannot_be_read_is_one_sentence_with_its_name(
+    text: str | bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = refused(capsys, "--model", str(path), "--gpu", "h200")
+    assert found.startswith(f"{path}: {reason}")
+
+
+def test_a_checkpoint_of_an_impossible_size_gives_no_weights(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for total in ("1" + "0" * 4000, "Infinity", "NaN", "-1", '"7"'):
+        index.write_text(f'{{"metadata": {{"total_size": {total}}}}}')
+        assert find_model(str(path)).weights_gib is None, total
+
+
+def test_weights_that_do_not_fit_at_all_are_the_reason_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = refused(capsys, "--gpu", "h200")
+    assert text.endswith("; the weights do not fit: raise --tp (or --gpus) to 7 or more")
+
+
 def test_files_that_are_no_configuration_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +462,17 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "hotpage carries more" in capsys.readouterr().out
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plot_of_a_single_length_draws_without_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert cli.run([*H200_TP8, "--max-model-len", "64", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_plot_without_matplotlib_names_the_extra(

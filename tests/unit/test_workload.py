@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import types
@@ -239,3 +240,23 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'hotpage[tokenizer]'")):
         load_tokenizer("words")
+
+
+def test_what_is_no_regular_file_of_bounded_size_is_refused_unread(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: it is not a regular file; "):
+        load_conversations("/dev/zero")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="pipe: it is not a regular file; "):
+        load_conversations(pipe)
+    with pytest.raises(ConfigError, match="Is a directory; give a file"):
+        load_conversations(tmp_path)
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(ConfigError, match="it has 1,073,741,825 bytes, expected at most 1,073"):
+        load_conversations(huge)
+    with pytest.raises(ConfigError, match="path of the conversation file is empty"):
+        load_conversations("")
+    with pytest.raises(ConfigError, match="null byte"):
+        load_conversations("a\0b")

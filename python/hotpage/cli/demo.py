@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotpage.cli import demo_settings
 from hotpage.errors import ConfigError
 
 if TYPE_CHECKING:
     from hotpage._core import Demo, DemoReport
-
-MIB = 1 << 20
 
 # Conversations of a file unless it is told otherwise, so that a large file takes seconds too.
 FILE_LIMIT = 32
@@ -72,7 +69,8 @@ def demo(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.")] = None,
     workload: Annotated[
-        Path | None,
+        # NOTE: a Path would make "." of an empty name.
+        str | None,
         typer.Option(
             help="ShareGPT or OpenAI messages file instead of the built-in conversations; "
             "a token is 4 bytes of UTF-8 unless --tokenizer is given."
@@ -90,21 +88,22 @@ def demo(
     plant_wrong_row: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve conversations from too small a pool, on the CPU, and check every attended row."""
-    given: dict[str, Any] = {
-        "scale": scale,
-        "num_conversations": conversations,
-        "gpu_pool_bytes": _bytes("--gpu-pool-mib", gpu_pool_mib),
-        "host_pool_bytes": _bytes("--host-pool-mib", host_pool_mib),
-        "top_k": top_k,
-        "hot_rows": hot_rows,
-        "block_size": block_size,
-        "host_layout": layout and layout.value,
-        "num_draft_tokens": mtp,
-        "num_ranks": ranks,
-        "seed": seed,
-        "policies": [one.value for one in policy] if policy else None,
+    flags: dict[str, Any] = {
+        "--scale": scale,
+        "--conversations": conversations,
+        "--gpu-pool-mib": gpu_pool_mib,
+        "--host-pool-mib": host_pool_mib,
+        "--top-k": top_k,
+        "--hot-rows": hot_rows,
+        "--block-size": block_size,
+        "--layout": layout and layout.value,
+        "--mtp": mtp,
+        "--ranks": ranks,
+        "--seed": seed,
     }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = demo_settings.from_flags(flags)
+    if policy:
+        settings["policies"] = [one.value for one in policy]
     if workload is not None:
         settings["conversations"] = _load(
             workload, tokenizer, settings.pop("num_conversations", FILE_LIMIT)
@@ -114,7 +113,8 @@ def demo(
 
     from hotpage._core import Demo
 
-    report = _run(Demo(plant_wrong_row=plant_wrong_row, **settings))
+    with demo_settings.refusals_by_flag(flags):
+        report = _run(Demo(plant_wrong_row=plant_wrong_row, **settings))
     if as_json:
         print(json.dumps(report))
     else:
@@ -127,20 +127,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _bytes(flag: str, mib: float | None) -> int | None:
-    if mib is None:
-        return None
-    if not math.isfinite(mib) or not 0 < mib <= 1 << 30:
-        raise ConfigError(f"{flag} is {mib:g}, expected more than 0 and at most {1 << 30}")
-    return int(mib * MIB)
-
-
-def _load(path: Path, tokenizer: str | None, limit: int) -> list[list[tuple[int, int]]]:
+def _load(path: str, tokenizer: str | None, limit: int) -> list[list[tuple[int, int]]]:
     """`[(prompt_tokens, output_tokens), ...]` of each conversation."""
     from hotpage.workload import count_by_bytes, load_conversations, load_tokenizer
 
-    if limit < 1:
-        raise ConfigError(f"--conversations is {limit}, expected at least 1")
+    if not path:
+        raise ConfigError("--workload is empty, expected the path of a file")
     count = load_tokenizer(tokenizer) if tokenizer is not None else count_by_bytes
     loaded = load_conversations(path, count=count, limit=limit)
     return [[(t.prompt_tokens, t.output_tokens) for t in one.turns] for one in loaded]

@@ -59,7 +59,13 @@ def reading(report: DemoReport) -> list[str]:
     policies = report["policies"]
     ours = policies.get("hotpage")
     said = []
-    if ours is not None:
+    if ours is not None and not _had_pressure(policies):
+        said.append(
+            "The pools were under no pressure: no request waited for blocks, was preempted or read "
+            "from host, so this run shows no difference between policies. A smaller "
+            "--gpu-pool-mib or more --conversations bring pressure."
+        )
+    elif ours is not None:
         said.append(
             f"hotpage kept {ours['running_mean']:.1f} requests running on average, "
             f"{ours['running_max']} at most."
@@ -82,12 +88,41 @@ def reading(report: DemoReport) -> list[str]:
     return said
 
 
+def _had_pressure(policies: Mapping[str, Any]) -> bool:
+    """True if a request waited for blocks, was preempted or read from host, or pages were lost.
+
+    Every policy computes the rows of a conversation's last, unfilled blocks again and reads
+    indexer pages back, so neither count says anything by itself: lost pages show where one policy
+    computed more again than another.
+    """
+    return len({policy["recomputed_tokens"] for policy in policies.values()}) > 1 or any(
+        policy["preemptions"]
+        or any(policy["refusals"].values())
+        or any(policy["traffic_bytes"][kind] for kind in ("restored", "missed", "staged"))
+        or policy["states_seen"] != ["full"]
+        for policy in policies.values()
+    )
+
+
 def _against_preempt(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return (
         f"preempt, with the same GPU pool and no host pool, kept {other['running_mean']:.1f} "
         f"({_ratio(ours['running_mean'], other['running_mean'])}); it preempted "
         f"{_requests(other['preemptions'])} and computed {other['recomputed_tokens']:,} tokens "
-        f"again, hotpage {_requests(ours['preemptions'])} and {ours['recomputed_tokens']:,}."
+        f"again{_why_again(ours, other)}; hotpage preempted {_requests(ours['preemptions'])} and "
+        f"computed {ours['recomputed_tokens']:,} again."
+    )
+
+
+def _why_again(ours: Mapping[str, Any], preempt: Mapping[str, Any]) -> str:
+    # What hotpage too computes again is the rows of last, unfilled blocks.
+    if preempt["recomputed_tokens"] <= ours["recomputed_tokens"]:
+        return ""
+    lost = ", because its GPU prefix cache had lost the conversation's pages"
+    return (
+        f"{lost} between turns"
+        if preempt["preemptions"] == 0
+        else (f"{lost} between turns or after a preemption")
     )
 
 

@@ -3,31 +3,51 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hotpage.errors import ConfigError
 from hotpage.plan.profiles import Model
+from hotpage.user_files import BadFileError, parse_json, read_text
+
+_MAX_COUNT = 2**31 - 1
+
+MAX_LAYERS = 4096
+"""More layers than any model has; a list of layers is made for each."""
+
+# A pebibyte, the planner's own bound of a size; a file that says more is not believed.
+_MAX_TOTAL_BYTES = 2**50
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); give the model's config.json") from None
+        found = parse_json(read_text(path))
+    except BadFileError as error:
+        raise ConfigError(f"{path}: {error}; give the model's config.json") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no object; give the model's config.json")
     return found
 
 
-def _number(config: dict[str, Any], name: str, default: int | None = None) -> int:
+def _number(
+    config: dict[str, Any], name: str, default: int | None = None, most: int = _MAX_COUNT
+) -> int:
     value = config.get(name, default)
     if value is None:
         raise ConfigError(f"{name} is missing in config.json; give the model's own file")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ConfigError(f"{name} is {value!r} in config.json, expected a count; correct it")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name} is {_short(value)} in config.json, expected a count; correct it")
+    if value > most:
+        raise ConfigError(
+            f"{name} is {_short(value)} in config.json, expected at most {most}; correct it"
+        )
     return value
+
+
+def _short(value: Any) -> str:
+    """A value as it is written, cut where it would not fit into a sentence."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _pattern(config: dict[str, Any]) -> str | None:
@@ -35,7 +55,7 @@ def _pattern(config: dict[str, Any]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"index_topk_pattern is {value!r}, expected letters; correct it")
+        raise ConfigError(f"index_topk_pattern is {_short(value)}, expected letters; correct it")
     if any(len(one) != 1 for one in value):
         raise ConfigError("index_topk_pattern has words, expected one letter a layer; correct it")
     return "".join(value)
@@ -48,7 +68,8 @@ def _weights_gib(folder: Path) -> float | None:
         return None
     metadata = _load(index).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return total / 2**30 if isinstance(total, int | float) and total > 0 else None
+    known = isinstance(total, int | float) and 0 < total <= _MAX_TOTAL_BYTES
+    return total / 2**30 if known else None
 
 
 def read_config(path: Path) -> Model:
@@ -63,7 +84,9 @@ def read_config(path: Path) -> Model:
         config = nested
     kind = str(config.get("model_type", ""))
     if kind.startswith("deepseek_v4"):
-        raise ConfigError(f"model_type is {kind!r}, expected one with plain sparse MLA; none helps")
+        raise ConfigError(
+            f"model_type is {_short(kind)}, expected one with plain sparse MLA; none helps"
+        )
     if "index_topk" not in config:
         raise ConfigError(
             "index_topk is missing in config.json, so the model has no indexer, expected sparse "
@@ -78,7 +101,7 @@ def read_config(path: Path) -> Model:
     weights_gib = _weights_gib(path.parent)
     return Model(
         name=path.parent.name or path.stem,
-        layers=_number(config, "num_hidden_layers"),
+        layers=_number(config, "num_hidden_layers", most=MAX_LAYERS),
         top_k=_number(config, "index_topk"),
         source=path.name,
         frequency=_number(config, "index_topk_freq", 1),

@@ -131,7 +131,9 @@ def draw(request: Request, plan: dict[str, Any], path: Path) -> None:
         lengths = [point["context"] for point in curve["points"]]
         ticks = [2**power for power in range(11, 25) if lengths[0] <= 2**power <= lengths[-1]]
         axes.set_xscale("log", base=2)
-        axes.set_xlim(lengths[0], lengths[-1])
+        # A single length is a point in the middle.
+        margin = 1 if lengths[0] < lengths[-1] else 2
+        axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
         axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
         axes.set_xlabel("context in tokens")
         axes.grid(True, color="#EBEBEB", linewidth=0.8)

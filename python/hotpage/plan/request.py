@@ -23,6 +23,9 @@ RUNTIME_GIB = 15.0
 REGISTRATION_GIB = 256.0
 """vLLM 0.33 splits a host pool so that no registration is larger."""
 
+MAX_GIB = 2.0**20
+"""Largest size that the planner takes, a pebibyte."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -125,10 +128,12 @@ def longest_context(request: Request) -> int:
     A host pool holds the pages of one request and two more; 0 or less if it holds none.
     """
     limits = [request.model.max_positions, request.max_model_len]
-    if request.host_pool_gib is not None and request.max_model_len is None:
+    gib = request.host_pool_gib
+    # A size out of its bounds limits nothing: the planner refuses it with a sentence.
+    if gib is not None and 0 < gib <= MAX_GIB and request.max_model_len is None:
         packing = pack(request)
         stride = packing["host_block_stride_shared" if request.tp > 1 else "host_page_bytes"]
-        pages = int(request.host_pool_gib * 2**30) // stride - 2
+        pages = int(gib * 2**30) // stride - 2
         limits.append(pages * packing["block_size"])
     return min(limit for limit in limits if limit is not None) - request.output
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hotpage.errors import ConfigError
+from hotpage.user_files import BadFileError, parse_json, read_text
 from hotpage.workload.conversation import Conversation, Turn
 from hotpage.workload.tokens import TokenCounter, count_by_bytes
 
@@ -26,10 +27,6 @@ _EXPECTED = (
     'a list of {"conversations": [{"from", "value"}]} (ShareGPT) or {"messages": [{"role", '
     '"content"}]} (OpenAI) is expected'
 )
-
-
-class _BadFileError(Exception):
-    """What is wrong, without the file's name."""
 
 
 def load_conversations(
@@ -46,6 +43,8 @@ def load_conversations(
     Raises:
         ConfigError: one sentence that names the file and what is wrong with it.
     """
+    if not str(path):
+        raise ConfigError("the path of the conversation file is empty, expected a file's name")
     path = Path(path)
     try:
         conversations: list[Conversation] = []
@@ -56,37 +55,32 @@ def load_conversations(
             if turns:
                 conversations.append(Conversation(turns))
         if not conversations:
-            raise _BadFileError("no conversation has an answer")
-    except _BadFileError as error:
+            raise BadFileError("no conversation has an answer")
+    except BadFileError as error:
         raise ConfigError(f"{path}: {error}") from error
     return conversations
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise _BadFileError(error.strerror or str(error)) from error
-    except UnicodeDecodeError as error:
-        raise _BadFileError(f"not UTF-8 at byte {error.start}") from error
+    text = read_text(path)
     if not text.strip():
-        raise _BadFileError(f"the file is empty; {_EXPECTED}")
+        raise BadFileError(f"the file is empty; {_EXPECTED}")
     return text
 
 
 def _records(text: str) -> Iterator[tuple[str, Any]]:
     """The conversations of a file, each with words for where it is."""
     try:
-        document = _parse(text)
-    except _BadFileError as error:
+        document = parse_json(text)
+    except BadFileError as error:
         lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         if len(lines) < 2 or not _is_json_object(lines[0][1]):
             raise
         for at, line in lines:
             try:
-                yield f"line {at}", _parse(line)
-            except _BadFileError as bad_line:
-                raise _BadFileError(f"line {at}: {bad_line}") from error
+                yield f"line {at}", parse_json(line)
+            except BadFileError as bad_line:
+                raise BadFileError(f"line {at}: {bad_line}") from error
         return
     if isinstance(document, Mapping):
         yield "the conversation", document
@@ -96,28 +90,14 @@ def _records(text: str) -> Iterator[tuple[str, Any]]:
         for at, record in enumerate(document, 1):
             yield f"conversation {at}", record
     else:
-        raise _BadFileError(f"it holds {_kind(document)}; {_EXPECTED}")
+        raise BadFileError(f"it holds {_kind(document)}; {_EXPECTED}")
 
 
 def _is_json_object(line: str) -> bool:
     try:
-        return isinstance(_parse(line), Mapping)
-    except _BadFileError:
+        return isinstance(parse_json(line), Mapping)
+    except BadFileError:
         return False
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _BadFileError(
-            f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
-    except RecursionError as error:
-        raise _BadFileError("the JSON is nested too deeply") from error
-    except ValueError as error:
-        # For example an integer of thousands of digits.
-        raise _BadFileError(f"not JSON that can be read: {error}") from error
 
 
 def _is_message(record: Any) -> bool:
@@ -127,27 +107,27 @@ def _is_message(record: Any) -> bool:
 def _messages(where: str, record: Any) -> Iterator[tuple[str, str]]:
     """`(role, text)` of each message."""
     if not isinstance(record, Mapping):
-        raise _BadFileError(f"{where} is {_kind(record)}; {_EXPECTED}")
+        raise BadFileError(f"{where} is {_kind(record)}; {_EXPECTED}")
     if "conversations" in record:
         messages, role_key, text_key = record["conversations"], "from", "value"
     elif "messages" in record:
         messages, role_key, text_key = record["messages"], "role", "content"
     else:
-        raise _BadFileError(f'{where} has neither "conversations" nor "messages"; {_EXPECTED}')
+        raise BadFileError(f'{where} has neither "conversations" nor "messages"; {_EXPECTED}')
     if not isinstance(messages, list):
-        raise _BadFileError(f"{where} has {_kind(messages)} where its list of messages should be")
+        raise BadFileError(f"{where} has {_kind(messages)} where its list of messages should be")
     for at, message in enumerate(messages, 1):
         here = f"{where}, message {at}"
         if not isinstance(message, Mapping):
-            raise _BadFileError(f"{here} is {_kind(message)}, an object is expected")
+            raise BadFileError(f"{here} is {_kind(message)}, an object is expected")
         role = message.get(role_key)
         if not isinstance(role, str):
-            raise _BadFileError(f'{here} has no "{role_key}"')
+            raise BadFileError(f'{here} has no "{role_key}"')
         if role.lower() not in _PROMPT_ROLES | _ANSWER_ROLES:
-            raise _BadFileError(f'{here} has the unknown "{role_key}" {role[:40]!r}')
+            raise BadFileError(f'{here} has the unknown "{role_key}" {role[:40]!r}')
         has_calls = bool(message.get("tool_calls") or message.get("function_call"))
         if text_key not in message and not has_calls:
-            raise _BadFileError(f'{here} has no "{text_key}"')
+            raise BadFileError(f'{here} has no "{text_key}"')
         yield role.lower(), _text(here, message.get(text_key)) + _calls(here, message)
 
 
@@ -158,14 +138,12 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _BadFileError(
-            f"{where} has {_kind(content)} as content, a text or a list is expected"
-        )
+        raise BadFileError(f"{where} has {_kind(content)} as content, a text or a list is expected")
     texts = []
     for part in content:
         text = part.get("text", "") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            raise _BadFileError(f"{where} has a content part without text: {_kind(text)}")
+            raise BadFileError(f"{where} has a content part without text: {_kind(text)}")
         texts.append(text)
     return "".join(texts)
 
@@ -176,12 +154,12 @@ def _calls(where: str, message: Mapping[str, Any]) -> str:
     if message.get("function_call"):
         calls = [{"function": message["function_call"]}]
     if not isinstance(calls, list):
-        raise _BadFileError(f"{where} has {_kind(calls)} as tool calls, a list is expected")
+        raise BadFileError(f"{where} has {_kind(calls)} as tool calls, a list is expected")
     texts = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
-            raise _BadFileError(f"{where} has a tool call without a function")
+            raise BadFileError(f"{where} has a tool call without a function")
         for value in (function.get("name", ""), function.get("arguments", "")):
             texts.append(value if isinstance(value, str) else json.dumps(value))
     return "".join(texts)

@@ -3,6 +3,10 @@
 
 use std::fmt;
 
+/// Largest size in GiB, a pebibyte: more than any machine has, and few enough bytes that no product
+/// of the planner leaves 64 bits.
+pub const MAX_SIZE: f64 = (1_u64 << 20) as f64;
+
 /// Result with the planner's error.
 pub type Result<T> = std::result::Result<T, PlanError>;
 
@@ -88,13 +92,21 @@ pub(crate) fn within(name: &str, got: i64, low: i64, high: i64, remedy: &str) ->
     Ok(got.unsigned_abs())
 }
 
-/// Checks that a size in GiB (or a rate) is a finite number above `low`, or equal to it if
-/// `low_allowed`.
+/// Checks that a size in GiB (or a rate in GB/s) is a number above `low`, or equal to it if
+/// `low_allowed`, and at most [`MAX_SIZE`].
 pub(crate) fn size(name: &str, got: f64, low: f64, low_allowed: bool, remedy: &str) -> Result<f64> {
     let above = got > low || (low_allowed && got >= low);
-    if got.is_finite() && above {
+    if above && got <= MAX_SIZE {
         return Ok(got);
     }
-    let bound = if low_allowed { format!("at least {low}") } else { format!("above {low}") };
-    Err(config(name, got, bound, remedy))
+    let bound = if above {
+        format!("at most {MAX_SIZE}")
+    } else if low_allowed {
+        format!("at least {low}")
+    } else {
+        format!("above {low}")
+    };
+    // In plain digits a large number would fill the screen.
+    let text = if got.abs() < 1e15 { got.to_string() } else { format!("{got:e}") };
+    Err(config(name, text, bound, remedy))
 }

@@ -6,6 +6,9 @@ use crate::error::{config, Result};
 /// Rows are copied in 16-byte units by the kernels, so a row is a multiple of them.
 pub const ROW_ALIGN_BYTES: u64 = 16;
 
+/// More layers than any model has; lists of layers are built only below it.
+pub const MAX_LAYERS: u64 = 4_096;
+
 /// More draft layers than any model has.
 const MAX_DRAFT_LAYERS: u64 = 64;
 
@@ -62,9 +65,10 @@ impl Model {
     /// Checks what no later step checks.
     ///
     /// # Errors
-    /// A model without layers or indexers, one that begins with a layer that has no indexer, or a
-    /// width that the kernels cannot copy.
+    /// A model without layers or indexers, more layers than [`MAX_LAYERS`], one that begins with a
+    /// layer that has no indexer, or a width that the kernels cannot copy.
     pub fn validate(&self) -> Result<()> {
+        check_layers(self.leaders.len() as u64)?;
         if !self.leaders.contains(&true) {
             let remedy = "hotpage serves models with sparse attention; take ordinary residency";
             return Err(config("indexer layers", 0, "at least 1", remedy));
@@ -125,7 +129,7 @@ impl Model {
 /// the whole model; the pattern, if any, wins and says `S` for a layer that shares.
 ///
 /// # Errors
-/// A frequency of 0.
+/// A frequency of 0, more than [`MAX_LAYERS`] layers.
 pub fn leaders(
     layers: u64,
     frequency: u64,
@@ -135,9 +139,18 @@ pub fn leaders(
     if frequency == 0 {
         return Err(config("index_topk_freq", 0, "at least 1", "take it from config.json"));
     }
+    check_layers(layers)?;
     let shares = |layer: u64| match pattern {
         Some(text) => text.chars().nth(layer as usize) == Some('S'),
         None => (layer + 1).saturating_sub(offset) % frequency != 0,
     };
     Ok((0..layers).map(|layer| !shares(layer)).collect())
+}
+
+fn check_layers(layers: u64) -> Result<()> {
+    if layers <= MAX_LAYERS {
+        return Ok(());
+    }
+    let expected = format!("at most {MAX_LAYERS}");
+    Err(config("num_hidden_layers", layers, expected, "take it from the model's config.json"))
 }

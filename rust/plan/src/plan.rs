@@ -162,7 +162,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
     Ok(Plan {
         host_physical_gib: machine
             .host_blocks
-            .map(|blocks| (blocks * machine.host_stride * machine.dp) as f64 / GIB),
+            .map(|blocks| (blocks * machine.host_stride) as f64 * machine.dp as f64 / GIB),
         host_blocks: machine.host_blocks,
         host_registrations,
         hit_rate: machine.hit_rate,
@@ -341,11 +341,22 @@ impl<'a> Machine<'a> {
             return error::capacity("kv_gib", kv_gib, block, "give the KV cache more GPU memory");
         }
         let need = memory.weights_gib / self.tp as f64 + memory.runtime_gib;
+        let usable = memory.hbm_gib * memory.utilization;
+        let for_weights = usable - memory.runtime_gib;
+        let remedy = if usable > need {
+            format!("raise --tp, or admit less than {} tokens", self.admitted(tokens))
+        } else if for_weights > 0.0 {
+            // So many ranks leave a GPU nothing for KV, or less than one rank's share of weights.
+            let least = (memory.weights_gib / for_weights).floor() + 1.0;
+            format!("the weights do not fit: raise --tp (or --gpus) to {least} or more")
+        } else {
+            "no weights fit beside the runtime: take GPUs with more memory".to_owned()
+        };
         error::capacity(
             "usable GPU memory",
-            format!("{:.1} GiB", memory.hbm_gib * memory.utilization),
+            format!("{usable:.1} GiB"),
             format!("above {need:.1} GiB (weights on one GPU, runtime) plus the prefill workspace"),
-            format!("raise --tp, or admit less than {} tokens", self.admitted(tokens)),
+            remedy,
         )
     }
 

@@ -395,7 +395,7 @@ fn the_expected_hit_rate_meets_the_published_figures() {
 #[test]
 fn bad_inputs_are_named_with_bound_and_remedy() {
     type Change = fn(&mut Inputs);
-    let cases: [(Change, &str); 14] = [
+    let cases: [(Change, &str); 20] = [
         (|i| i.hot_rows = Some(2047), "hot_rows is 2047, expected at least 2048 "),
         (|i| i.hot_rows = Some(32_769), "hot_rows is 32769, expected at most 32768; "),
         (|i| i.mtp = -1, "mtp is -1, expected at least 0; "),
@@ -406,6 +406,21 @@ fn bad_inputs_are_named_with_bound_and_remedy() {
         (|i| i.memory.hbm_gib = f64::NAN, "hbm_gib is NaN, expected above 0; "),
         (|i| i.memory.utilization = 1.5, "gpu_memory_utilization is 1.5, expected at most 1; "),
         (|i| i.host_pool_gib = Some(-2.0), "host_pool_gib is -2, expected above 0; "),
+        (
+            |i| i.host_pool_gib = Some(f64::INFINITY),
+            "host_pool_gib is inf, expected at most 1048576",
+        ),
+        (|i| i.host_pool_gib = Some(1e308), "host_pool_gib is 1e308, expected at most 1048576; "),
+        (
+            |i| i.memory.weights_gib = f64::INFINITY,
+            "weights_gib is inf, expected at most 1048576; ",
+        ),
+        (|i| i.memory.kv_gib = Some(1048577.0), "kv_gib is 1048577, expected at most 1048576; "),
+        (|i| i.registration_gib = -1e300, "registration_gib is -1e300, expected above 0; "),
+        (
+            |i| i.model.leaders = vec![true; 4097],
+            "num_hidden_layers is 4097, expected at most 4096; ",
+        ),
         (|i| i.hit_rate = Some(1.1), "hit_rate is 1.1, expected 0 to 1; "),
         (|i| i.contexts = vec![0], "context is 0, expected at least 1; "),
         (|i| i.model.leaders = vec![false; 4], "indexer layers is 0, expected at least 1; "),
@@ -418,4 +433,38 @@ fn bad_inputs_are_named_with_bound_and_remedy() {
         assert!(text.starts_with(expected), "{text:?} does not begin with {expected:?}");
         assert!(text.split_once("; ").map_or(0, |(_, remedy)| remedy.len()) > 5, "{text}");
     }
+}
+
+#[test]
+fn weights_that_do_not_fit_are_named_with_the_least_ranks_that_hold_them() {
+    let mut run = inputs(glm(FP8));
+    let remedy = |run: &Inputs| refusal(run).rsplit("; ").next().map(str::to_owned).unwrap();
+    run.tp = 1;
+    let text = remedy(&run);
+    assert!(text.starts_with("the weights do not fit: raise --tp (or --gpus) to "), "{text}");
+    let least = text.split(" to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    run.tp = least;
+    assert!(plan(&run).is_ok());
+    run.tp = least - 1;
+    assert_eq!(remedy(&run), text);
+    run.memory.hbm_gib = 16.0;
+    assert_eq!(remedy(&run), "no weights fit beside the runtime: take GPUs with more memory");
+}
+
+#[test]
+fn the_largest_sizes_on_the_most_ranks_wrap_nothing() {
+    let mut run = inputs(glm(FP8));
+    run.memory.kv_gib = Some(1048576.0);
+    run.host_pool_gib = Some(1048576.0);
+    run.dp = 1 << 16;
+    let found = plan(&run).unwrap();
+    let gib = found.host_physical_gib.unwrap();
+    assert!(gib > 0.99 * 1048576.0 * 65536.0 && gib <= 1048576.0 * 65536.0, "{gib}");
+}
+
+#[test]
+fn layers_are_bounded_before_a_list_of_them_is_built() {
+    assert_eq!(leaders(4096, 1, 0, None).unwrap().len(), 4096);
+    let error = leaders(u64::MAX, 4, 3, None).unwrap_err().to_string();
+    assert!(error.starts_with("num_hidden_layers is 18446744073709551615, expected at most 4096"));
 }

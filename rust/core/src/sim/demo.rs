@@ -2,13 +2,13 @@
 //! Owns the demonstration: one workload served under each policy from the same memory.
 //! No clock, no I/O: the caller advances it and prints.
 //!
-//! NOTE: bytes of a scaled-down run are no forecast. A restore moves the whole context, which
-//! shrinks with the scale; misses shrink with the decode rows and with top-k, hence with its
-//! square. The smaller the scale, the better hotpage looks beside dense offloading in bytes; how
-//! many requests run at once does not depend on it.
+//! NOTE: a scaled-down run is no forecast. A restore moves the whole context, which shrinks with
+//! the scale; misses shrink with the decode rows and with top-k, hence with its square. The smaller
+//! the scale, the better hotpage looks beside dense offloading in bytes, and the fewer requests it
+//! runs: blocks, and so the tail of every request, stay as large while the pools shrink.
 
-use crate::config::{HostCopy, ReleasePoint};
-use crate::error::{Error, Expected, Result};
+use crate::config::{HostCopy, MAX_HOT_ROWS, ReleasePoint};
+use crate::error::{Error, Expected, Pool, Result};
 use crate::geometry::{Geometry, HostLayout, LayerPacking};
 use crate::sim::engine::{Engine, EngineConfig, EngineReport, ServingPolicy};
 use crate::sim::worker::{Fault, Mismatch, StatesSeen};
@@ -353,23 +353,68 @@ fn engine_config(
         fault: (config.plant_wrong_row && is_first).then_some(Fault::GpuRow),
     };
     let unit = engine.geometry()?;
+    check_default_hot_rows(config, top_k)?;
     let default = default_pool_bytes(config, conversations, &engine, &unit);
     let gpu_bytes = config.gpu_pool_bytes.unwrap_or(default.0);
     let host_bytes = config.host_pool_bytes.unwrap_or(default.1);
-    engine.gpu_blocks = num_blocks("GPU pool MiB", gpu_bytes, unit.block_bytes())?;
-    engine.host_blocks = num_blocks("host pool MiB", host_bytes, unit.host_block_bytes())?;
-    engine.validate()?;
-    Ok(engine)
+    engine.gpu_blocks = num_blocks(Pool::Gpu, gpu_bytes, unit.block_bytes())?;
+    engine.host_blocks = num_blocks(Pool::Host, host_bytes, unit.host_block_bytes())?;
+    match engine.validate() {
+        Err(Error::Capacity { pool, need, .. }) => Err(match pool {
+            Pool::Gpu => too_small(pool, need, gpu_bytes, unit.block_bytes()),
+            Pool::Host => too_small(pool, need, host_bytes, unit.host_block_bytes()),
+        }),
+        checked => checked.map(|()| engine),
+    }
+}
+
+/// A pool that cannot hold one request beside its null block, in MiB as users give it.
+fn too_small(pool: Pool, need: i64, bytes: u64, block_bytes: u64) -> Error {
+    let least = need.unsigned_abs().saturating_add(1).saturating_mul(block_bytes);
+    let mib = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+    Error::Config {
+        name: pool_setting(pool),
+        got: mib(bytes >> 20),
+        expected: Expected::AtLeast(mib(least.div_ceil(1 << 20))),
+        remedy: "one request of this workload and scale needs as much",
+    }
+}
+
+/// Name of a pool's setting.
+fn pool_setting(pool: Pool) -> &'static str {
+    match pool {
+        Pool::Gpu => "gpu_pool_mib",
+        Pool::Host => "host_pool_mib",
+    }
+}
+
+/// Checks that the hot rows which follow from top-k and the drafts are not too many; what is named
+/// is the one of the two that was given.
+fn check_default_hot_rows(config: &DemoConfig, top_k: u32) -> Result<()> {
+    let rows = default_hot_rows(config, top_k);
+    if config.hot_rows.is_some() || rows <= MAX_HOT_ROWS {
+        return Ok(());
+    }
+    let block_size = config.block_size.max(1);
+    let most_rows = MAX_HOT_ROWS / block_size * block_size;
+    let most_drafts = (most_rows / top_k.max(1)).saturating_sub(2);
+    if config.top_k.is_none() && config.num_draft_tokens > 0 && most_drafts > 0 {
+        let remedy = "draft fewer, or give top_k";
+        return at_most("num_draft_tokens", config.num_draft_tokens, most_drafts, remedy);
+    }
+    let remedy = "a request has (num_draft_tokens + 2) x top_k hot rows, 32768 at most";
+    at_most("top_k", top_k, most_rows / hot_rows_multiple(config), remedy)
+}
+
+/// Default hot rows over top-k.
+fn hot_rows_multiple(config: &DemoConfig) -> u32 {
+    config.num_draft_tokens.saturating_add(2)
 }
 
 /// Twice top-k, or one top-k more than the verification rows can select together; whole blocks.
 fn default_hot_rows(config: &DemoConfig, top_k: u32) -> u32 {
-    let multiple = match config.num_draft_tokens {
-        0 => 2,
-        drafts => drafts.saturating_add(2),
-    };
-    let rows = top_k.saturating_mul(multiple);
-    // What does not fit is refused later, as more than a hot region can have.
+    let rows = top_k.saturating_mul(hot_rows_multiple(config));
+    // What does not fit is refused, as more than a hot region can have.
     rows.checked_next_multiple_of(config.block_size.max(1)).unwrap_or(u32::MAX)
 }
 
@@ -402,14 +447,17 @@ fn at_most(name: &'static str, got: u32, bound: u32, remedy: &'static str) -> Re
     Err(Error::Config { name, got: i64::from(got), expected, remedy })
 }
 
-fn num_blocks(name: &'static str, bytes: u64, block_bytes: u64) -> Result<u32> {
+fn num_blocks(pool: Pool, bytes: u64, block_bytes: u64) -> Result<u32> {
     if bytes > MAX_POOL_BYTES {
         return Err(Error::Config {
-            name,
+            name: pool_setting(pool),
             got: i64::try_from(bytes >> 20).unwrap_or(i64::MAX),
             expected: Expected::AtMost((MAX_POOL_BYTES >> 20) as i64),
-            remedy: "the pools of a demonstration lie in this machine's memory",
+            remedy: "it lies in this machine's memory; give less, or lower the scale",
         });
+    }
+    if bytes < 2 * block_bytes {
+        return Err(too_small(pool, 1, bytes, block_bytes));
     }
     // OK because a block has at least 16 bytes, and the bound above is 2^36.
     Ok((bytes / block_bytes.max(16)) as u32)
@@ -505,17 +553,59 @@ mod tests {
     }
 
     #[test]
+    fn the_least_pool_that_a_refusal_names_is_enough_and_one_mib_less_is_not() {
+        let with = |pool, mib: u64| {
+            let bytes = Some(mib << 20);
+            Demo::new(match pool {
+                Pool::Gpu => DemoConfig { gpu_pool_bytes: bytes, ..small() },
+                Pool::Host => DemoConfig { host_pool_bytes: bytes, ..small() },
+            })
+        };
+        for pool in [Pool::Gpu, Pool::Host] {
+            // Policies differ in what they need, and the first that is short is refused.
+            let mut mib = 1;
+            while let Err(error) = with(pool, mib) {
+                let Error::Config { expected: Expected::AtLeast(least), .. } = error else {
+                    panic!("{error}");
+                };
+                assert!(least.unsigned_abs() > mib, "{pool}: {least} after {mib}");
+                mib = least.unsigned_abs();
+            }
+            assert!(with(pool, mib - 1).is_err(), "{pool}");
+        }
+    }
+
+    #[test]
+    fn hot_rows_that_follow_from_other_settings_are_refused_by_the_names_of_those() {
+        let error = |config| Demo::new(config).map(|_| ()).unwrap_err().to_string();
+        let wide = error(DemoConfig { top_k: Some(20_000), ..small() });
+        assert!(wide.starts_with("top_k is 20000, expected at most 16384; "), "{wide}");
+        Demo::new(DemoConfig { top_k: Some(16_384), ..small() }).unwrap();
+        let many = DemoConfig { num_draft_tokens: 1_000, ..small() };
+        let text = error(many.clone());
+        let [_, most] = text.split(", expected at most ").collect::<Vec<_>>()[..] else {
+            panic!("{text}");
+        };
+        assert!(text.starts_with("num_draft_tokens is 1000, "), "{text}");
+        let most: u32 = most.split(';').next().unwrap().parse().unwrap();
+        let drafts = |num_draft_tokens| {
+            check_default_hot_rows(&DemoConfig { num_draft_tokens, ..many.clone() }, 43)
+        };
+        assert!(drafts(most).is_ok() && drafts(most + 1).is_err());
+    }
+
+    #[test]
     fn settings_that_cannot_work_are_refused_with_one_sentence() {
         let error = |config| Demo::new(config).map(|_| ()).unwrap_err().to_string();
         let tiny = error(DemoConfig { gpu_pool_bytes: Some(1 << 20), ..small() });
-        assert!(tiny.starts_with("the GPU pool has 23 blocks, one request needs "), "{tiny}");
+        assert!(tiny.starts_with("gpu_pool_mib is 1, expected at least "), "{tiny}");
         let tiny = error(DemoConfig { host_pool_bytes: Some(1 << 20), ..small() });
-        assert!(tiny.starts_with("the host pool has 15 blocks, one request needs "), "{tiny}");
+        assert!(tiny.starts_with("host_pool_mib is 1, expected at least "), "{tiny}");
         let none = error(DemoConfig { gpu_pool_bytes: Some(0), ..small() });
-        assert!(none.contains("gpu_blocks is 0, expected at least 2"), "{none}");
+        assert!(none.starts_with("gpu_pool_mib is 0, expected at least 1"), "{none}");
         let huge = error(DemoConfig { gpu_pool_bytes: Some(u64::MAX), ..small() });
         assert!(
-            huge.starts_with("GPU pool MiB is 17592186044415, expected at most 65536"),
+            huge.starts_with("gpu_pool_mib is 17592186044415, expected at most 65536"),
             "{huge}"
         );
         for scale in [0.0, -1.0, f64::NAN, f64::INFINITY] {
@@ -529,7 +619,7 @@ mod tests {
         assert!(narrow.starts_with("hot_rows is 16, expected at least 32"), "{narrow}");
         let odd = error(DemoConfig { row_bytes: 652, ..small() });
         assert!(odd.starts_with("row_bytes is 652, expected a positive multiple of 16"), "{odd}");
-        for block_size in [0, 2_000] {
+        for block_size in [0, 2_000, u32::MAX] {
             let odd = error(DemoConfig { block_size, ..small() });
             assert!(odd.starts_with("block_size is "), "{odd}");
         }

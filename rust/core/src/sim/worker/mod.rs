@@ -162,8 +162,8 @@ impl Worker {
             mask: MirrorMask::new(geometry.host_blocks(), geometry.block_size()),
             acks: AckQueue::new(derive(config.seed, 0)),
             rng: SplitMix64::new(derive(config.seed, 1)),
-            gpu: zeroed("bytes of the GPU pool", geometry.gpu_pool_bytes())?,
-            host: zeroed("bytes of the host pool", geometry.host_pool_bytes())?,
+            gpu: zeroed("gpu_pool_mib", geometry.gpu_pool_bytes())?,
+            host: zeroed("host_pool_mib", geometry.host_pool_bytes())?,
             staging: Staging::new(pages as usize * geometry.block_size() as usize),
             geometry,
             groups,
@@ -450,7 +450,7 @@ impl Worker {
     }
 }
 
-/// Zeroed memory that takes room only where it is used.
+/// Zeroed memory that takes room only where it is used; the setting `name` is in MiB.
 fn zeroed(name: &'static str, bytes: u64) -> Result<Vec<u8>> {
     let len = usize::try_from(bytes).unwrap_or(usize::MAX);
     // An allocation that fails for good would end the process, so it is tried first.
@@ -461,8 +461,9 @@ fn zeroed(name: &'static str, bytes: u64) -> Result<Vec<u8>> {
     let most = (1..usize::BITS).map(|halvings| len >> halvings).find(|&len| fits(len));
     Err(Error::Config {
         name,
-        got: i64::try_from(bytes).unwrap_or(i64::MAX),
-        expected: Expected::AtMost(most.and_then(|len| i64::try_from(len).ok()).unwrap_or(0)),
+        // OK because 2^64 bytes are 2^44 MiB.
+        got: bytes.div_ceil(1 << 20) as i64,
+        expected: Expected::AtMost((most.unwrap_or(0) >> 20) as i64),
         remedy: "use a pool that fits into this machine's memory",
     })
 }
