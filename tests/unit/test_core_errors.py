@@ -88,7 +88,7 @@ FAULTS: dict[str, Fault] = {
     "admission onto the null host block": lambda c: c.on_admitted(*build.admitted(1, [0])),
     "unknown prefix kind": lambda c: c.on_admitted(
         build.ids(1),
-        np.array([3], np.uint8),
+        np.array([4], np.uint8),
         build.ids(0),
         build.ids(0, 0),
         build.ids(),

@@ -97,11 +97,10 @@ def check_vllm() -> Check:
     from hotpage.vllm import _compat
 
     try:
-        _compat.check_vllm()
+        return Check("vllm", True, _compat.check_vllm())
     except UnsupportedVllmError as error:
         finding, _, remedy = str(error).partition("; ")
         return Check("vllm", False, finding, remedy)
-    return Check("vllm", True, metadata.version("vllm"))
 
 
 def check_serving() -> Check:

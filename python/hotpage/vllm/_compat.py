@@ -48,8 +48,8 @@ FINGERPRINTS: dict[str, dict[str, str]] = {
 
 
 @functools.cache
-def check_vllm() -> None:
-    """Makes sure that the installed vLLM is one whose internals are known.
+def check_vllm() -> str:
+    """The version of the installed vLLM, whose internals are known.
 
     Raises:
         UnsupportedVllmError: names the installed and the supported versions, or the changed file.
@@ -73,6 +73,7 @@ def check_vllm() -> None:
                 f"{file} of the installed vLLM {installed} is not the one of its release, so its "
                 f"internals are not known; {remedy}"
             )
+    return installed
 
 
 def fingerprint(path: Path) -> str:
