@@ -96,12 +96,6 @@ impl CoordinatorConfig {
         self.hot_blocks_per_group().saturating_mul(self.num_kv_groups)
     }
 
-    /// GPU blocks that one resident page takes, other groups counted.
-    #[must_use]
-    pub fn gpu_blocks_per_page(&self) -> u32 {
-        self.num_kv_groups.saturating_add(self.other_blocks_per_page)
-    }
-
     /// Free GPU blocks under which requests give up residency.
     #[must_use]
     pub fn watermark(&self) -> u32 {

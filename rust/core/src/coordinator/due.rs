@@ -57,6 +57,18 @@ mod tests {
     };
 
     const LEVELS: PoolLevels = PoolLevels { gpu_free: 60, host_free: 60 };
+    const COLD: Admitted<'static> = Admitted {
+        request: RequestId(0),
+        prefix: Prefix::Host,
+        host_blocks: &[],
+        resident_blocks: &[],
+    };
+    const TWO_PAGES: PagesAllocated<'static> = PagesAllocated {
+        request: RequestId(0),
+        first_page: PageIndex(0),
+        host_blocks: &[1, 2],
+        resident_blocks: &[1, 2],
+    };
 
     fn core() -> Coordinator {
         Coordinator::new(CoordinatorConfig {
@@ -99,19 +111,8 @@ mod tests {
     fn with_published_prefix() -> Coordinator {
         let mut core = core();
         let mut plan = StepPlan::default();
-        let none = Admitted {
-            request: RequestId(0),
-            prefix: Prefix::Host,
-            host_blocks: &[],
-            resident_blocks: &[],
-        };
-        let pages = PagesAllocated {
-            request: RequestId(0),
-            first_page: PageIndex(0),
-            host_blocks: &[1, 2],
-            resident_blocks: &[1, 2],
-        };
-        let events = StepEvents { admitted: &[none], allocated: &[pages], ..StepEvents::default() };
+        let events =
+            StepEvents { admitted: &[COLD], allocated: &[TWO_PAGES], ..StepEvents::default() };
         core.step(&events, &[scheduled(0, 0, 8, 0)], LEVELS, &mut plan).unwrap();
         let ids = plan.transfers.transfer_id.clone();
         core.on_worker_output(&acks(&ids), &acks(&ids), &[]).unwrap();
@@ -202,21 +203,9 @@ mod tests {
     fn pages_beyond_the_known_tokens_are_not_sealed() {
         let mut core = core();
         let mut plan = StepPlan::default();
-        let none = Admitted {
-            request: RequestId(0),
-            prefix: Prefix::Host,
-            host_blocks: &[],
-            resident_blocks: &[],
-        };
-        let pages = PagesAllocated {
-            request: RequestId(0),
-            first_page: PageIndex(0),
-            host_blocks: &[1, 2],
-            resident_blocks: &[1, 2],
-        };
         let events = StepEvents {
-            admitted: &[none],
-            allocated: &[pages],
+            admitted: &[COLD],
+            allocated: &[TWO_PAGES],
             known_tokens: &[3],
             ..StepEvents::default()
         };

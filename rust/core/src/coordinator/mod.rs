@@ -268,7 +268,7 @@ impl Coordinator {
     }
 
     fn slot(&mut self, request: RequestId) -> Option<&mut RequestState> {
-        self.requests.get_mut(request.index())?.as_deref_mut()
+        slot_of(&mut self.requests, request)
     }
 
     fn check_running(&self) -> Result<(), ProtocolFault> {
@@ -341,6 +341,15 @@ impl Coordinator {
             *users = users.saturating_sub(1);
         }
     }
+}
+
+/// The admission with this id, live or draining. For callers that need the Coordinator's other
+/// fields beside it.
+fn slot_of(
+    requests: &mut [Option<Box<RequestState>>],
+    request: RequestId,
+) -> Option<&mut RequestState> {
+    requests.get_mut(request.index())?.as_deref_mut()
 }
 
 fn host_users_of(users: &mut [u32], block: i32) -> Option<&mut u32> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns the per-step decisions: what is copied, who gives up residency, who gets it back.
 
-use super::Coordinator;
+use super::{Coordinator, slot_of};
 use crate::config::{HostCopy, ReleasePoint};
 use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
@@ -135,8 +135,7 @@ impl Coordinator {
     /// unpinned, and whoever is admitted next may have the blocks.
     fn adopt_copies(&mut self) {
         for request in core::mem::take(&mut self.pending.adopt) {
-            let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
-            else {
+            let Some(state) = slot_of(&mut self.requests, request) else {
                 continue;
             };
             if state.phase != Phase::Live {
@@ -203,7 +202,7 @@ impl Coordinator {
             .saturating_sub(self.config.num_reprefillable_tokens);
         let Some(state) = self.slot(request) else { return };
         let rejected = state.expected_tokens.saturating_sub(item.num_computed_tokens);
-        if rejected > 0 && state.expected_tokens > 0 {
+        if rejected > 0 {
             plan.replay.push_rejection(request, item.num_computed_tokens, rejected);
         }
         state.expected_tokens = written;
@@ -228,8 +227,7 @@ impl Coordinator {
     fn regain_residency(&mut self, request: RequestId, room: u32, plan: &mut StepPlan) -> u32 {
         let groups = self.config.num_kv_groups;
         let step = self.step;
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
-        else {
+        let Some(state) = slot_of(&mut self.requests, request) else {
             return room;
         };
         if !state.hot.is_held() {
@@ -277,8 +275,7 @@ impl Coordinator {
 
     /// The worker's residency row: all resident pages once, then changes only.
     pub(super) fn package_residency(&mut self, request: RequestId, plan: &mut StepPlan) {
-        let Some(state) = self.requests.get_mut(request.index()).and_then(Option::as_deref_mut)
-        else {
+        let Some(state) = slot_of(&mut self.requests, request) else {
             return;
         };
         let groups = self.config.num_kv_groups as usize;

@@ -135,14 +135,16 @@ impl Coordinator {
 
     fn after_completion(&mut self, mut transfer: Transfer) {
         let Transfer { request, page, residence, .. } = transfer;
-        match transfer.kind {
-            TransferKind::Spill | TransferKind::Mirrored => {}
-            TransferKind::Restore | TransferKind::HostCopy => self.after_read(&transfer),
+        // A residence must be findable before its last hold ends, and a page can only be given up
+        // after its copy's hold has ended.
+        let is_spill = transfer.kind.is_to_host();
+        if !is_spill {
+            self.after_read(&transfer);
         }
         if let Some(lease) = transfer.gpu_lease.take() {
             self.end_gpu_lease(lease, residence, request);
         }
-        if matches!(transfer.kind, TransferKind::Spill | TransferKind::Mirrored) {
+        if is_spill {
             self.after_spill(&transfer);
         }
         self.queue_publication(request);
