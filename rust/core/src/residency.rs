@@ -43,6 +43,27 @@ pub struct Residence {
     pub readers: SmallVec<[RequestId; 2]>,
 }
 
+/// Pages in a run of `by_runs`.
+pub const RUN_PAGES: usize = 16;
+
+/// Reorders `blocks`, `[page][G]` in the order in which pages are given up, into runs of
+/// `RUN_PAGES` pages, each group by group.
+///
+/// A group's blocks were mostly handed out together and lie together in the engine's pool, which
+/// walks the list: in whole pages it jumps with every block. A reuse that stops inside a run loses
+/// up to `RUN_PAGES` pages where it had to lose one; the pages of other runs keep their order.
+pub fn by_runs(blocks: &mut [i32], num_groups: usize) {
+    let mut pages = Vec::with_capacity(RUN_PAGES * num_groups);
+    for run in blocks.chunks_mut(RUN_PAGES * num_groups) {
+        pages.clear();
+        pages.extend_from_slice(run);
+        let by_group = (0..num_groups).flat_map(|group| pages[group..].iter().step_by(num_groups));
+        for (to, block) in run.iter_mut().zip(by_group) {
+            *to = *block;
+        }
+    }
+}
+
 /// All residences, with the two ways to find one: by GPU block and by host block.
 #[derive(Debug, Clone, Hash)]
 pub struct Residences {
@@ -259,6 +280,22 @@ mod tests {
         // state and three bits.
         let per_page = size_of::<Option<Residence>>() + size_of::<u32>() + 1 + 1;
         assert!(per_page <= 64, "{per_page} bytes");
+    }
+
+    #[test]
+    fn a_run_is_listed_group_by_group_and_runs_keep_their_order() {
+        let num_pages = RUN_PAGES as i32 + 2;
+        // Block 10 x page + group.
+        let mut blocks: Vec<i32> =
+            (0..num_pages).rev().flat_map(|page| [10 * page, 10 * page + 1]).collect();
+        by_runs(&mut blocks, 2);
+        let run = |pages: core::ops::Range<i32>| {
+            let group = move |group| pages.clone().rev().map(move |page| 10 * page + group);
+            group(0).chain(group(1))
+        };
+        let expected: Vec<i32> = run(2..num_pages).chain(run(0..2)).collect();
+        assert_eq!(blocks, expected);
+        by_runs(&mut [], 2);
     }
 
     #[test]

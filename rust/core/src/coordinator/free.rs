@@ -6,6 +6,7 @@ use crate::error::{ProtocolFault, Result};
 use crate::ids::{PageIndex, RequestId};
 use crate::page::PageState;
 use crate::request::Phase;
+use crate::residency::by_runs;
 use crate::step::{FreePlan, FreeReason};
 
 impl Coordinator {
@@ -13,7 +14,8 @@ impl Coordinator {
     /// engine's to free after `plan.publish_pages` pages were published. Blocks that belong to
     /// transfers in flight are leased beyond this call.
     ///
-    /// Blocks are listed tail first, so that the start of a prefix stays readable longest.
+    /// Blocks are listed tail first, in the runs of `by_runs`, so that the start of a prefix stays
+    /// readable longest.
     ///
     /// # Errors
     /// `UnknownRequest`; `WrongPageState` while an import writes the request's host blocks: end
@@ -148,6 +150,9 @@ impl Coordinator {
                 }
             }
         }
+        let groups = self.config.num_kv_groups as usize;
+        by_runs(&mut plan.unpin_gpu, groups);
+        by_runs(&mut plan.free_gpu, groups);
     }
 
     /// Takes the request off the lists of work for the next plan. Most requests leave with nothing

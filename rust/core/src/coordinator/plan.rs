@@ -7,6 +7,7 @@ use crate::error::{Pool, ProtocolFault, Result};
 use crate::ids::{HostBlockId, PageIndex, RequestId};
 use crate::page::{PageEvent, PageState};
 use crate::request::Phase;
+use crate::residency::by_runs;
 use crate::step::{PoolLevels, Refusal, Scheduled, StepEvents, StepPlan};
 
 impl Coordinator {
@@ -182,13 +183,16 @@ impl Coordinator {
         }
     }
 
-    /// Releases every page that may go, tail first: the first block given up is the first to be
-    /// reused, and the start of a prefix serves most.
+    /// Releases every page that may go, tail first in the runs of `by_runs`: the first block given
+    /// up is the first to be reused, and the start of a prefix serves most.
     fn release_all(&mut self, request: RequestId) {
         let Ok(state) = self.live(request) else { return };
+        let from = self.pending.unpin_gpu.len();
         for page in (0..state.tail_start()).rev().map(PageIndex) {
             self.try_release(request, page);
         }
+        let released = self.pending.unpin_gpu.get_mut(from..).unwrap_or_default();
+        by_runs(released, self.config.num_kv_groups as usize);
     }
 
     /// Seals pages that this step fills, releases pages that left the tail, notes rejections.
