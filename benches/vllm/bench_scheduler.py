@@ -7,7 +7,9 @@ Both sides run through `KVCacheManager` and `build_connector_meta`, the pickling
 included. Needs an environment with vLLM; no GPU. Each line of FILE is
 `{case, groups, mtp, vllm_ms, hotpage_ms, floor_ms, ratio}`: medians in ms of this thread's CPU
 time, so that other work on the machine counts little; `floor_ms` is what vLLM's own pool methods
-take for the same blocks, `ratio` is vllm_ms / hotpage_ms.
+take for the same blocks, page by page from the first one, measured on vLLM's side; `ratio` is
+vllm_ms / hotpage_ms. The cases `unpin_alone_*` are that method alone on each side's blocks in the
+order in which the side's finish released them: the time of a finish that did nothing else.
 """
 
 from __future__ import annotations
@@ -176,11 +178,13 @@ def one_off(groups: int, tokens: int) -> list[dict]:
                     for method, spent in _pool_floor(side, request):
                         floors.setdefault(method, []).append(spent)
                 request.status = RequestStatus.FINISHED_STOPPED
+                resident = _resident_blocks(side, request)
                 _flush_caches()
                 with _pool_time() as pool:
                     started = _now()
                     side.manager.free(request)
                     total = _now() - started
+                times.setdefault((name, "unpin_alone"), []).append(_unpin_again(side, resident))
                 times.setdefault((name, "finish"), []).append(total)
                 times.setdefault((name, "finish_outside_pool"), []).append(total - pool[0])
                 del side.requests[request.request_id]
@@ -199,9 +203,15 @@ def one_off(groups: int, tokens: int) -> list[dict]:
             0,
             statistics.median(times[VLLM, part]),
             statistics.median(times[HOTPAGE, part]),
-            {"finish": floor["unpin_blocks"], "prefix_hit": floor["touch"]}.get(part, 0.0),
+            floor[method] if method else 0.0,
         )
-        for part in ("finish", "finish_outside_pool", "prefix_hit", "prefix_hit_outside_pool")
+        for part, method in (
+            ("finish", "unpin_blocks"),
+            ("unpin_alone", "unpin_blocks"),
+            ("finish_outside_pool", None),
+            ("prefix_hit", "touch"),
+            ("prefix_hit_outside_pool", None),
+        )
     ]
 
 
@@ -303,8 +313,7 @@ def _pool_floor(side: Side, request: Any) -> Iterator[tuple[str, float]]:
     """Unpinning and touching all resident blocks of a request once, page by page as both sides
     do, with nothing of them in the CPU's caches; leaves the pool as it was."""
     pool = side.manager.block_pool
-    tables = [m.req_to_blocks[request.request_id] for m in side.coordinator.resident_managers]
-    blocks = [block for page in zip(*tables, strict=True) for block in page]
+    blocks = _resident_blocks(side, request)
     _flush_caches()
     started = _now()
     pool.unpin_blocks(blocks, lambda block: None)
@@ -313,6 +322,33 @@ def _pool_floor(side: Side, request: Any) -> Iterator[tuple[str, float]]:
     started = _now()
     pool.touch(blocks)
     yield "touch", _now() - started
+
+
+def _resident_blocks(side: Side, request: Any) -> list[Any]:
+    """Blocks of a request, page by page."""
+    tables = [m.req_to_blocks[request.request_id] for m in side.coordinator.resident_managers]
+    return [block for page in zip(*tables, strict=True) for block in page]
+
+
+def _unpin_again(side: Side, blocks: list[Any]) -> float:
+    """Touches the blocks of a request that has left and times their release in the order in which
+    they went; leaves the pool as it was."""
+    pool = side.manager.block_pool
+    members = {block.block_id for block in blocks}
+    released: list[Any] = []
+    block = pool.free_block_queue.fake_free_list_tail.prev_free_block
+    while len(released) < len(members):
+        if block.block_id in members:
+            released.append(block)
+        block = block.prev_free_block
+    released.reverse()
+    pool.touch(released)
+    for block_id in members:
+        watcher = pool._reuse_watchers.pop(block_id)
+    _flush_caches()
+    started = _now()
+    pool.unpin_blocks(released, watcher)
+    return _now() - started
 
 
 def _flush_caches() -> None:

@@ -7,8 +7,10 @@ back, whose pool work is carried out in one call per pool method. No decision ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
@@ -53,6 +55,8 @@ class _Tracked:
     id: int
     table: list[KVCacheBlock]
     """The source manager's block table itself, which grows in place."""
+    residents: list[list[KVCacheBlock]]
+    """The resident managers' block tables, likewise."""
     pages: int
     """Pages that the Coordinator has been told of."""
     importing: bool = False
@@ -69,6 +73,10 @@ class _Batch:
     ids: Int32
     changes: int
     """Admissions and frees before it."""
+    tables: list[list[KVCacheBlock]]
+    """Source tables of the entries."""
+    pages: list[int]
+    """Their lengths after the step."""
 
 
 class NativeCoordinator(VllmSurface, HiSparseCoordinator):
@@ -118,7 +126,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         self._hits: dict[str, int] = {}
         self._reused: list[KVCacheBlock] = []
         self._changes = 0
-        self._batch = _Batch([], [], int32([]), 0)
+        self._batch = _Batch([], [], int32([]), 0, [], [])
         self._host_copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
 
     # What the managers call while vLLM schedules.
@@ -195,9 +203,12 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         batch = self._batch
         if batch.changes != self._changes or batch.request_ids != request_ids:
             batch = self._batch = self._gather(request_ids, events)
-        for entry in batch.entries:
-            if len(entry.table) != entry.pages:
-                self._append(entry, events)
+        pages = list(map(len, batch.tables))
+        if pages != batch.pages:
+            batch.pages = pages
+            for entry, num_pages in zip(batch.entries, pages, strict=True):
+                if num_pages != entry.pages:
+                    self._append(entry, events)
         self._pull_grants(events)
         plan = self.core.step(
             gpu_free=self.gpu_pool.get_num_free_blocks(),
@@ -293,7 +304,8 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
                 )
             entries.append(entry)
         ids = int32([entry.id for entry in entries])
-        return _Batch(list(request_ids), entries, ids, self._changes)
+        tables = [entry.table for entry in entries]
+        return _Batch(list(request_ids), entries, ids, self._changes, tables, [])
 
     def _pull(self, request_id: str, events: TableEvents) -> _Tracked | None:
         entry = self._tracked.get(request_id)
@@ -308,23 +320,24 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
 
     def _append(self, entry: _Tracked, events: TableEvents) -> None:
         first, entry.pages = entry.pages, len(entry.table)
-        request_id = self._names[entry.id]
-        events.append(
-            entry.id,
-            first,
-            [block.block_id for block in entry.table[first:]],
-            [
-                [block.block_id for block in manager.req_to_blocks[request_id][first:]]
-                for manager in self.resident_managers
-            ],
-        )
+        if entry.pages == first + 1:
+            # A decode step's page; without the slices it takes a third of the time.
+            rows = [table[first].block_id for table in entry.residents]
+        else:
+            columns = [
+                [block.block_id for block in table[first : entry.pages]]
+                for table in entry.residents
+            ]
+            rows = list(chain.from_iterable(zip(*columns, strict=True)))
+        events.append(entry.id, first, [block.block_id for block in entry.table[first:]], rows)
 
     def _admit(self, request_id: str, table: list[KVCacheBlock], events: TableEvents) -> _Tracked:
         self._changes += 1
         id = self._interner.bind(request_id)
         self._names[id] = request_id
         self.started.append((id, request_id))
-        entry = self._tracked[request_id] = _Tracked(id, table, 0)
+        residents = [manager.req_to_blocks[request_id] for manager in self.resident_managers]
+        entry = self._tracked[request_id] = _Tracked(id, table, residents, 0)
         hits = self._hits.pop(request_id, 0)
         num_tokens = self._imports.get(request_id)
         if num_tokens is not None:
@@ -336,7 +349,7 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
                 num_tokens,
                 min(hits, entry.pages),
                 [block.block_id for block in table[: entry.pages]],
-                [m.req_to_blocks[request_id][tail].block_id for m in self.resident_managers],
+                [blocks[tail].block_id for blocks in residents],
             )
         elif hits:
             entry.pages = hits
@@ -385,9 +398,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         if "transfer_id" in work:
             self.acks.expect(work["transfer_id"], work["transfer_kind"])
         if "touch_gpu" in work:
-            gpu.touch(_blocks(gpu, work["touch_gpu"]))
+            gpu.touch(list(_blocks(gpu, work["touch_gpu"])))
         if "touch_host" in work:
-            host.touch(_blocks(host, work["touch_host"]))
+            host.touch(list(_blocks(host, work["touch_host"])))
         if "publish_request" in work:
             self._publish(work["publish_request"], work["publish_num_pages"])
         if "hot_regions_returned" in work:
@@ -457,9 +470,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             self.publisher.publish(request_id, plan.publish_pages)
         if finished and not plan.retired:
             self.publisher.detach(request_id, entry.id)
-        work = plan.nonempty("unpin_gpu", "free_gpu")
-        if "unpin_gpu" in work:
-            blocks = _blocks(self.gpu_pool, work["unpin_gpu"])
+        unpinned = plan.unpin_gpu.tobytes()
+        if unpinned:
+            blocks = _blocks(self.gpu_pool, array("i", unpinned))
             self.gpu_pool.unpin_blocks(blocks, self._reused.append)
         if entry.hot:
             for manager in self.hot_managers:
@@ -467,13 +480,10 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         # Blocks that the Coordinator was not told of, or has forgotten with an import.
         first = 0 if importing else entry.pages
         tables = [
-            block
-            for manager in self.resident_managers
-            for block in manager.req_to_blocks[request_id][first:]
-            if not block.is_null
+            block for table in entry.residents for block in table[first:] if not block.is_null
         ]
         # vLLM frees a table from its end, or holds it back while a step may still write it.
-        tables.extend(reversed(_blocks(self.gpu_pool, work.get("free_gpu", []))))
+        tables.extend(_blocks(self.gpu_pool, plan.free_gpu[::-1].tolist()))
         for manager in self.resident_managers:
             manager.req_to_blocks.pop(request_id, None)
         self.resident_managers[0].req_to_blocks[request_id] = tables
@@ -481,5 +491,6 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
             self._retire(entry.id)
 
 
-def _blocks(pool: BlockPool, ids: list[int]) -> list[KVCacheBlock]:
-    return list(map(pool.blocks.__getitem__, ids))
+def _blocks(pool: BlockPool, ids: Iterable[int]) -> Iterator[KVCacheBlock]:
+    """The blocks one by one: a list would bring each into the CPU's cache once more."""
+    return map(pool.blocks.__getitem__, ids)

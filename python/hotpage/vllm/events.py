@@ -34,11 +34,14 @@ def int64(values: Iterable[int]) -> array | npt.NDArray[np.int64]:
 class TableEvents:
     """Admissions, appended pages and hot regions of one step, in the order of their calls."""
 
-    __slots__ = ("_admitted", "_appended", "_regions")
+    __slots__ = ("_admitted", "_appended", "_host", "_regions", "_rows")
 
     def __init__(self) -> None:
         self._admitted: list[tuple[int, int, int, int, list[int], list[int]]] = []
-        self._appended: list[tuple[int, int, list[int], list[int]]] = []
+        self._appended: list[tuple[int, int, int]] = []
+        """Request, first page, host blocks up to and with its own."""
+        self._host = array("i")
+        self._rows = array("i")
         self._regions: list[tuple[int, list[int]]] = []
 
     def __bool__(self) -> bool:
@@ -68,11 +71,12 @@ class TableEvents:
         )
 
     def append(
-        self, request: int, first_page: int, host_blocks: list[int], columns: list[list[int]]
+        self, request: int, first_page: int, host_blocks: list[int], rows: list[int]
     ) -> None:
-        """Further pages; `columns` `[G][pages]` are their GPU blocks."""
-        rows = list(chain.from_iterable(zip(*columns, strict=True)))
-        self._appended.append((request, first_page, host_blocks, rows))
+        """Further pages; `rows` `[pages][G]` are their GPU blocks."""
+        self._host.fromlist(host_blocks)
+        self._rows.fromlist(rows)
+        self._appended.append((request, first_page, len(self._host)))
 
     def grant(self, request: int, blocks: list[int]) -> None:
         """A hot region, `[G][blocks per hot group]`."""
@@ -85,14 +89,9 @@ class TableEvents:
             found["admitted"] = self._admitted_arrays(num_groups)
             found["prefix_host_pages"] = int32([entry[3] for entry in self._admitted])
         if self._appended:
-            requests, first, host, rows = zip(*self._appended, strict=True)
-            found["allocated"] = (
-                int32(requests),
-                int32(first),
-                _offsets(host),
-                int32(chain.from_iterable(host)),
-                int32(chain.from_iterable(rows)),
-            )
+            requests, first, ends = zip(*self._appended, strict=True)
+            offsets = int32((0, *ends))
+            found["allocated"] = (int32(requests), int32(first), offsets, self._host, self._rows)
         if self._regions:
             found["hot_regions"] = (
                 int32([request for request, _ in self._regions]),

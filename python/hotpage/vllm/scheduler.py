@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_NUM_TOKENS = attrgetter("num_tokens")
 
 
 class NativeConnectorScheduler:
@@ -106,13 +110,15 @@ class NativeConnectorScheduler:
                 computed[request.req_id] = request.num_computed_tokens
             starts = [computed[request_id] for request_id in request_ids]
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
-        requests = self.requests
+        num_drafts = [0] * len(request_ids)
+        if drafts:
+            num_drafts = list(map(len, map(drafts.get, request_ids, repeat(()))))
         plan, batch = coordinator.plan_step(
             request_ids,
             starts,
             list(counts.values()),
-            [len(drafts.get(id, ())) for id in request_ids] if drafts else [0] * len(request_ids),
-            [requests[request_id].num_tokens for request_id in request_ids],
+            num_drafts,
+            list(map(_NUM_TOKENS, map(self.requests.__getitem__, request_ids))),
         )
         metadata = HotPageConnectorMetadata(
             plans=coordinator.take_plans(plan),
