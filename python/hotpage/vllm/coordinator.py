@@ -265,10 +265,16 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         )
 
     def has_pending_reclamation(self) -> bool:
-        """True if GPU blocks will become free without a preemption."""
+        """True if GPU blocks will become free without a preemption.
+
+        A region that was asked for counts once it is taken: vLLM stops at the first request that
+        cannot grow, so those behind it do not get to take theirs, and it may be its own that the
+        pool cannot give.
+        """
         self._report_reused()
-        return self.core.has_pending_reclamation(
-            self.gpu_pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
+        no_asked_regions = 0
+        return bool(self.hot_granted) or self.core.has_pending_reclamation(
+            no_asked_regions, self.host_pool.get_num_free_blocks()
         )
 
     def get_host_block_pool(self) -> BlockPool:

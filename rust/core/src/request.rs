@@ -58,6 +58,8 @@ pub struct RequestState {
     pub expected_tokens: u32,
     /// First step of the present spell of full residency; 0 outside one.
     pub full_since: u64,
+    /// Plans that asked for a hot region since the request was last scheduled.
+    pub unanswered_plans: u8,
     /// Tokens of an import under way.
     pub import_tokens: Option<u32>,
     /// Transfers in flight.
@@ -97,6 +99,7 @@ impl RequestState {
             hot: HotRegion::None,
             expected_tokens: 0,
             full_since: 0,
+            unanswered_plans: 0,
             import_tokens: None,
             num_transfers: 0,
             tail_seen: 0,

@@ -10,6 +10,10 @@ use crate::request::Phase;
 use crate::residency::by_runs;
 use crate::step::{PoolLevels, Refusal, Scheduled, StepEvents, StepPlan};
 
+/// Plans that ask a request for a hot region in vain before it is left out. An engine that waits
+/// for transfers schedules nobody for a few steps.
+const MAX_UNANSWERED_PLANS: u8 = 8;
+
 impl Coordinator {
     /// Builds the plan of the coming forward pass into `plan`, whose memory is used again.
     ///
@@ -205,6 +209,7 @@ impl Coordinator {
             .min(known_tokens)
             .saturating_sub(self.config.num_reprefillable_tokens);
         let Some(state) = self.slot(request) else { return };
+        state.unanswered_plans = 0;
         let rejected = state.expected_tokens.saturating_sub(item.num_computed_tokens);
         if rejected > 0 {
             plan.replay.push_rejection(request, item.num_computed_tokens, rejected);
@@ -319,7 +324,9 @@ impl Coordinator {
 
     /// Under pressure, least recently scheduled requests give up residency first: those with a
     /// hot region release the pages that they kept while there was room, others are asked to take
-    /// a hot region, if that frees more blocks than it costs.
+    /// a hot region, if that frees more blocks than it costs. One that is not scheduled takes none:
+    /// it may be paused, or have finished and wait for a sibling that sends its pages. Such a
+    /// request must not stand for the others for ever.
     fn relieve_pressure(&mut self, levels: PoolLevels, plan: &mut StepPlan) {
         self.num_hot_wanted = 0;
         let available = self.available(levels);
@@ -349,6 +356,12 @@ impl Coordinator {
                 let refusal = Refusal::Short { pool: Pool::Gpu, need: region, free, reclaiming };
                 plan.refusals.push((request.0 as i32, refusal));
                 continue;
+            }
+            if let Some(state) = self.slot(request) {
+                if state.unanswered_plans == MAX_UNANSWERED_PLANS {
+                    continue;
+                }
+                state.unanswered_plans += 1;
             }
             budget -= region;
             deficit -= i64::from(gain) - i64::from(region);

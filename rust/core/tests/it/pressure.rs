@@ -105,6 +105,36 @@ fn the_least_recently_scheduled_request_is_asked_first_and_only_as_many_as_are_n
 }
 
 #[test]
+fn a_request_that_is_not_scheduled_any_more_stops_standing_for_the_others() {
+    let config = CoordinatorConfig {
+        gpu_blocks: 24,
+        host_blocks: 32,
+        transition_watermark: Some(4),
+        ..small_config()
+    };
+    let mut s = Script::new(config);
+    s.admit(6).admit(6).admit(6).step(&[(0, 11), (1, 11), (2, 11)]).land_all();
+    s.step(&[(1, 1)]).land_all().step(&[(0, 1)]).land_all();
+    s.tenant(3);
+    for _ in 0..8 {
+        s.step(&[]);
+        assert_eq!(s.plan().hot_regions_wanted, [2]);
+    }
+    // So it is with the next one.
+    for _ in 0..8 {
+        s.step(&[]);
+        assert_eq!(s.plan().hot_regions_wanted, [1]);
+    }
+    // Once a request has been scheduled again it is asked again, after those before it.
+    s.step(&[(2, 1)]).land_all();
+    for _ in 0..8 {
+        s.step(&[]);
+    }
+    assert_eq!(s.plan().hot_regions_wanted, [2]);
+    s.drain();
+}
+
+#[test]
 fn a_request_whose_hot_region_costs_as_much_as_it_frees_is_never_asked() {
     // A region of three blocks; outside the tail one request has three pages, the other four.
     let config = CoordinatorConfig {
