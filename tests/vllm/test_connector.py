@@ -147,6 +147,16 @@ def test_it_loads_as_a_child_and_knows_its_siblings() -> None:
     assert options.SIBLINGS_KEY not in first["kv_connector_extra_config"]
 
 
+def test_the_host_pool_is_reported_every_so_many_steps() -> None:
+    built = build(entry(metrics_interval=3))
+    assert built.get_kv_connector_stats() is None, "nothing is bound yet"
+    built.bind_kv_cache_manager(manager())
+    reports = [built.get_kv_connector_stats() for _ in range(7)]
+    assert [report is not None for report in reports] == [True, False, False] * 2 + [True]
+    assert reports[3].data["host_cache_usage_perc"] == [0.0]
+    assert reports[3].data["pending_page_transfers"] == [0]
+
+
 def test_engine_upstream_is_vllms_own_path_on_any_version(monkeypatch) -> None:
     monkeypatch.setattr(connector, "check_vllm", lambda: pytest.fail("asked for the version"))
     built = build(entry(engine="upstream"), prefill_context_parallel_size=2)

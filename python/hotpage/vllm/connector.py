@@ -46,6 +46,7 @@ class HiSparseConnector(upstream.HiSparseConnector):
             self.connector_scheduler = NativeConnectorScheduler(
                 settings=_settings(vllm_config, self.options),
                 allocate_fast_path=self.options.allocate_fast_path,
+                metrics_interval=self.options.metrics_interval,
             )
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -36,6 +36,7 @@ class NativeConnectorScheduler:
         draft_kv_lookahead: rows that the drafter writes beyond the scheduled ones; likewise.
         settings: what the cache managers do not know.
         allocate_fast_path: install the short cut for allocations that need no block.
+        metrics_interval: steps between two reports of the host pool.
     """
 
     def __init__(
@@ -45,12 +46,15 @@ class NativeConnectorScheduler:
         draft_kv_lookahead: int = 0,
         settings: CoordinatorSettings | None = None,
         allocate_fast_path: bool = False,
+        metrics_interval: int = 1,
     ) -> None:
         del async_speculative, draft_kv_lookahead
         self.coordinator: NativeCoordinator | None = None
         self.requests: dict[str, Request] = {}
         self._settings = settings or CoordinatorSettings()
         self._allocate_fast_path = allocate_fast_path
+        self._metrics_interval = metrics_interval
+        self._steps_to_report = 1
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Builds the coordinator of a cache manager that has no request yet, or takes the one
@@ -148,9 +152,17 @@ class NativeConnectorScheduler:
         )
 
     def get_kv_connector_stats(self) -> HiSparseKVConnectorStats | None:
-        """Host pool level and transfers under way, in vLLM's stats class."""
+        """Host pool level and transfers under way, in vLLM's stats class.
+
+        vLLM asks once a step and sends each answer through a queue to another process; None in the
+        steps between two reports. Evictions are kept for the next one.
+        """
         if self.coordinator is None:
             return None
+        self._steps_to_report -= 1
+        if self._steps_to_report:
+            return None
+        self._steps_to_report = self._metrics_interval
         pool = self.coordinator.host_pool
         stats = HiSparseKVConnectorStats()
         stats.record_host_usage(pool.get_usage(), len(self.coordinator.pending_spills))
