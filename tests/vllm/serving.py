@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from sides import Side, make_request
 from toy_worker import ToyWorker
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -33,6 +34,10 @@ class Traffic:
     reset: int = 5
     max_lag: int = 2
     """Most steps between a copy's enqueue and its completion."""
+    settle: int = 0
+    """Steps after an import in which nobody is admitted, aborted or forgotten."""
+    min_import_output: int = 1
+    """Fewest tokens that a request with an import answers."""
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Life:
     num_output: int
     imports: bool
     request: Request
+    num_shared: int
+    """Leading tokens that other requests may have too."""
     ready_at: int = -1
     """Step in which its import ends."""
     num_hit_pages: int = 0
@@ -67,6 +74,7 @@ class Serving:
         self.importing: list[Life] = []
         self.step = 0
         self.num_arrived = 0
+        self._quiet_until = 0
         self._acks: dict[int, int] = {}
 
     def run(self, max_steps: int) -> None:
@@ -74,8 +82,9 @@ class Serving:
         while self.step < max_steps:
             self.step += 1
             self._arrive()
-            self._abort()
-            self._reset()
+            if self.step > self._quiet_until:
+                self._abort()
+                self._reset()
             batch = self._schedule()
             self._execute(batch)
             left = self.waiting or self.running or self.importing or self._acks
@@ -114,7 +123,9 @@ class Serving:
         request = make_request(name, prompt, self.side.shape.block_size)
         request.status = RequestStatus.WAITING
         output = 1 + self.draw(traffic.max_output, "output", at)
-        self.waiting.append(Life(name, prompt, output, imports, request))
+        if imports:
+            output = max(output, traffic.min_import_output)
+        self.waiting.append(Life(name, prompt, output, imports, request, shared))
 
     def _abort(self) -> None:
         for life in list(self.running):
@@ -154,7 +165,7 @@ class Serving:
                 self._preempt(victim)
                 if victim is life:
                     break
-        if not stalled:
+        if not stalled and self.step > self._quiet_until:
             self._admit_waiting(batch)
         return batch
 
@@ -278,6 +289,12 @@ class Serving:
             request.status = RequestStatus.WAITING
             self.waiting.appendleft(life)
             return
+        self._quiet_until = self.step + self.traffic.settle
+        size = self.side.shape.block_size
+        own = request.block_hashes[life.num_shared // size : request.num_computed_tokens // size]
+        # Pages that only this request can publish.
+        hashes = tuple(make_block_hash_with_group_id(h, 0) for h in own)
+        self.log.append(("import", self.step, life.name, hashes))
         manager.cache_blocks(request, request.num_computed_tokens)
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1

@@ -68,11 +68,36 @@ def assert_published_alike(one: Serving, other: Serving) -> None:
                 assert set(entry[3]) <= states[later], entry[:2]
 
 
+def published(serving: Serving) -> dict[int, set]:
+    """Hashes that a later request could hit, by step."""
+    return {entry[1]: set(entry[3]) for entry in serving.log if entry[0] == "state"}
+
+
+def assert_imports_are_published_when_their_last_page_is_confirmed(
+    ours: Serving, theirs: Serving
+) -> int:
+    """The one intended difference: vLLM publishes an import at once, we when the restore of its
+    last page has been confirmed, one step later. Returns the pages that show it."""
+    mine, other = published(ours), published(theirs)
+    num_pages = 0
+    for entry in ours.log:
+        if entry[0] == "import":
+            _, step, _, hashes = entry
+            assert set(hashes) <= other[step + 1]
+            assert not set(hashes) & mine[step + 1]
+            # The last page is written again where the import ends with it, for its last token.
+            assert set(hashes[:-1]) <= mine[step + 2]
+            assert set(hashes) <= mine[step + 3]
+            num_pages += len(hashes)
+    return num_pages
+
+
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize(("groups", "drafts"), [(1, 0), (3, 0), (2, 3)])
-def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, drafts: int) -> None:
-    # A request whose last page is being restored publishes only once that is confirmed, vLLM's
-    # at once; so imports live under pressure, and in test_replaced.py.
+@pytest.mark.parametrize("imports", [0, 40])
+def test_with_room_both_admit_read_and_publish_alike(
+    seed: int, groups: int, drafts: int, imports: int
+) -> None:
     traffic = Traffic(
         seed=seed,
         num_requests=40,
@@ -80,7 +105,11 @@ def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, dra
         max_output=12,
         chunk=16,
         max_lag=0,
-        imports=0,
+        imports=imports,
+        # Meanwhile a hit would find an import's pages on one side only, and an end would keep ours
+        # from publishing them.
+        settle=3,
+        min_import_output=4 * (1 + drafts),
     )
     roomy = shape(groups, drafts, num_blocks=2000, host_blocks=1000)
     theirs = serve(VLLM, roomy, traffic)
@@ -88,8 +117,12 @@ def test_with_room_both_admit_read_and_publish_alike(seed: int, groups: int, dra
     assert ours.finished == theirs.finished
     for mine, other in zip(ours.log, theirs.log, strict=True):
         assert mine[:3] == other[:3]
+        assert mine[0] == "state" or mine == other
     assert_published_alike(ours, theirs)
     assert_published_alike(theirs, ours)
+    assert assert_imports_are_published_when_their_last_page_is_confirmed(ours, theirs) or (
+        not imports
+    )
     for serving in (ours, theirs):
         assert serving.num_preemptions == 0
         assert_nothing_leaks(serving)
