@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from sides import Side, make_request
 from toy_worker import ToyWorker
@@ -55,6 +56,8 @@ class Life:
     """Step in which its import ends."""
     num_hit_pages: int = 0
     """Pages of its local prefix hit."""
+    aborted: bool = False
+    """Gone, but a sibling still writes its blocks."""
 
 
 @dataclass
@@ -113,7 +116,7 @@ class Serving:
             return
         at = self.num_arrived
         self.num_arrived += 1
-        name = f"r{at}"
+        name = self._name(at)
         length = 2 + self.draw(traffic.max_prompt - 1, "prompt", at)
         prefix = self.draw(traffic.num_prefixes, "prefix", at)
         shared = self.draw(length + 1, "shared", at)
@@ -126,6 +129,9 @@ class Serving:
         if imports:
             output = max(output, traffic.min_import_output)
         self.waiting.append(Life(name, prompt, output, imports, request, shared))
+
+    def _name(self, at: int) -> str:
+        return f"r{at}"
 
     def _abort(self) -> None:
         for life in list(self.running):
@@ -160,7 +166,7 @@ class Serving:
                 if self.side.coordinator.has_pending_reclamation():
                     stalled = True
                     break
-                victim = self.running[-1]
+                victim = self._victim()
                 batch = [entry for entry in batch if entry[0] is not victim]
                 self._preempt(victim)
                 if victim is life:
@@ -168,6 +174,9 @@ class Serving:
         if not stalled and self.step > self._quiet_until:
             self._admit_waiting(batch)
         return batch
+
+    def _victim(self) -> Life:
+        return self.running[-1]
 
     def _wanted(self, life: Life) -> tuple[int, int]:
         request = life.request
@@ -231,6 +240,9 @@ class Serving:
         self._log_state(batch)
         for life, tokens, num_drafts in batch:
             self._sample(life, tokens, num_drafts)
+        self._acknowledge(metadata)
+
+    def _acknowledge(self, metadata: Any) -> None:
         ids = self.side.transfers(metadata)
         lag = self.draw(self.traffic.max_lag + 1, "lag", self.step)
         self._acks.update(dict.fromkeys(ids, self.step + lag))
@@ -245,9 +257,10 @@ class Serving:
         known = request.all_token_ids
         draft = [7] * num_drafts
         values = row_values([*known[: start + tokens - num_drafts], *draft])
-        self.worker.check_context(life.name, values, start)
-        self.worker.write(life.name, values[start : start + tokens], start)
-        self.worker.check_context(life.name, values, start + tokens)
+        hosts = self.worker.host_blocks(life.name)
+        self.worker.check_context(life.name, values, start, hosts)
+        self.worker.write(life.name, values[start : start + tokens], start, hosts)
+        self.worker.check_context(life.name, values, start + tokens, hosts)
 
     def _sample(self, life: Life, tokens: int, num_drafts: int) -> None:
         request = life.request
@@ -279,7 +292,10 @@ class Serving:
         for life in list(self.importing):
             if life.name in received:
                 self.importing.remove(life)
-                self._resume(life, life.name in failed)
+                if life.aborted:
+                    self.side.manager.free(life.request)
+                else:
+                    self._resume(life, life.name in failed)
 
     def _resume(self, life: Life, failed: bool) -> None:
         request, manager = life.request, self.side.manager
@@ -304,8 +320,8 @@ class Serving:
     def _preempt(self, life: Life) -> None:
         self.num_preemptions += 1
         self.running.remove(life)
-        self.side.manager.free(life.request)
-        self.worker.tables.pop(life.name, None)
+        self._free(life)
+        self._forget_tables(life)
         life.request.status = RequestStatus.PREEMPTED
         life.request.num_computed_tokens = 0
         life.request.spec_token_ids = []
@@ -317,7 +333,13 @@ class Serving:
         life.request.status = status
         self.finished[life.name] = len(life.request.output_token_ids)
         self.side.scheduler.requests.pop(life.name)
+        self._free(life)
+        self._forget_tables(life)
+
+    def _free(self, life: Life) -> None:
         self.side.manager.free(life.request)
+
+    def _forget_tables(self, life: Life) -> None:
         self.worker.tables.pop(life.name, None)
 
     def _log_state(self, batch: list[tuple[Life, int, int]]) -> None:

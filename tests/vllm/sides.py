@@ -160,9 +160,14 @@ class Side:
 
 
 def make_side(
-    name: str, shape: Shape, *, fast_path: bool = False, hot_return_steps: int = 512
+    name: str,
+    shape: Shape,
+    *,
+    fast_path: bool = False,
+    hot_return_steps: int = 512,
+    kv_events: bool = False,
 ) -> Side:
-    """A fresh side without requests; the options are ours alone."""
+    """A fresh side without requests; the first two options are ours alone."""
     manager = KVCacheManager(
         shape.cache_config(),
         max_model_len=shape.max_model_len,
@@ -170,6 +175,7 @@ def make_side(
         hash_block_size=shape.block_size,
         max_in_flight_tokens=shape.max_in_flight_tokens,
         enable_caching=True,
+        enable_kv_cache_events=kv_events,
     )
     if name == VLLM:
         scheduler: Any = HiSparseConnectorScheduler(

@@ -56,10 +56,16 @@ class ToyWorker:
             for id, page, blocks in zip(*(row.tolist() for row in rows), strict=True):
                 self.tables[self.names[id]][page] = blocks
 
-    def check_context(self, name: str, values: Sequence[int], num_tokens: int) -> None:
+    def host_blocks(self, name: str) -> list[int]:
+        """Host block of each page of a request, as its block table says now."""
+        table = self.side.coordinator.host_manager.req_to_blocks[name]
+        return [block.block_id for block in table]
+
+    def check_context(
+        self, name: str, values: Sequence[int], num_tokens: int, hosts: Sequence[int]
+    ) -> None:
         """Every row below `num_tokens` must be readable where the tables say."""
         size = self.side.shape.block_size
-        host = self.side.coordinator.host_manager.req_to_blocks[name]
         reads_host = False
         for page in range(-(-num_tokens // size)):
             rows = values[page * size : min((page + 1) * size, num_tokens)]
@@ -67,7 +73,7 @@ class ToyWorker:
             if 0 in blocks:
                 assert not any(blocks), (name, page, blocks)
                 reads_host = True
-                found = [self.host[host[page].block_id]]
+                found = [self.host[hosts[page]]]
             else:
                 found = [self.gpu[block] for block in blocks]
             for place in found:
@@ -76,17 +82,16 @@ class ToyWorker:
             for manager in self.side.coordinator.hot_managers:
                 assert manager.has_hot(name), (self.side.name, name)
 
-    def write(self, name: str, values: Sequence[int], start: int) -> None:
+    def write(self, name: str, values: Sequence[int], start: int, hosts: Sequence[int]) -> None:
         """The forward pass writes rows from `start` on, and mirrors them."""
         size = self.side.shape.block_size
-        host = self.side.coordinator.host_manager.req_to_blocks[name]
         for position, value in enumerate(values, start):
             page, row = divmod(position, size)
             blocks = self.tables[name][page]
             assert all(blocks), (self.side.name, name, page, blocks)
             for block in blocks:
                 self.gpu[block][row] = value
-            self.host[host[page].block_id][row] = value
+            self.host[hosts[page]][row] = value
 
     def finish(self, metadata: Any) -> None:
         """What comes after the forward pass."""

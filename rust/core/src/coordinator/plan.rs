@@ -200,6 +200,16 @@ impl Coordinator {
     }
 
     /// Seals pages that this step fills, releases pages that left the tail, notes rejections.
+    ///
+    /// A rejected draft's row has been written again when its page is copied. OK because only pages
+    /// below `confirmed` are sealed, and a position x below it has a certain token (x is under
+    /// `known_tokens`) that a pass planned up to now computes as other than a draft (x is under
+    /// `written` less the drafts). If a pass wrote a draft at x that was rejected, the token at x
+    /// was sampled from that pass's result, so the certain one is the input of a later pass; passes
+    /// run in their order, and none writes a draft at x once the token is certain. The copy comes
+    /// after this pass if it writes the page, and otherwise after the pass before. A worker that
+    /// marks rows as mirrored unmarks those that a pass is about to write, so that a mark never
+    /// stands for a row that was rejected.
     fn advance(&mut self, item: &Scheduled, known_tokens: u32, plan: &mut StepPlan) {
         let request = item.request;
         self.lru.touch(request);
