@@ -8,7 +8,7 @@ scheduling: computed tokens are those of full acceptance until a result takes so
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from serving import Life, Serving, row_values

@@ -48,7 +48,8 @@ def test_a_scheduler_ahead_of_its_workers_reads_and_hands_over_what_is_certain(
 ) -> None:
     serving = serve(HOTPAGE, seed, groups, drafts, fast_path=fast_path)
     assert_nothing_leaks(serving)
-    assert serving.num_handed_over and serving.num_told
+    assert serving.num_handed_over
+    assert serving.num_told
     # The workers know nobody for ever.
     assert serving.worker.names.keys() == set(serving.side.coordinator.retired)
 

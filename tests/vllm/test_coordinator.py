@@ -228,3 +228,98 @@ def test_late_repeated_and_unknown_acknowledgements_change_nothing() -> None:
     side_.report(ids, ids)
     side_.report([9999], [9999])
     assert side_.coordinator.core.state_digest() == digest
+
+
+def finished_donor(side_: Side, num_pages: int, name: str = "donor") -> Any:
+    request = make_request(name, list(range(num_pages * BLOCK)), BLOCK)
+    side_.admit(request)
+    ids = side_.transfers(step(side_, request, num_pages * BLOCK))
+    side_.report(ids, ids)
+    return request
+
+
+def finish(side_: Side, request: Any) -> None:
+    request.status = RequestStatus.FINISHED_STOPPED
+    del side_.scheduler.requests[request.request_id]
+    side_.manager.free(request)
+
+
+def test_a_hit_is_no_longer_than_what_the_indexer_still_has() -> None:
+    side_ = side()
+    donor = finished_donor(side_, 6)
+    indexer = side_.manager.get_block_ids("donor")[1]
+    finish(side_, donor)
+    side_.manager.evict_blocks({indexer[3]})
+    hit = make_request("hit", list(range(6 * BLOCK)), BLOCK)
+    side_.admit(hit)
+    blocks, num_tokens, _ = side_.manager.get_computed_blocks(hit)
+    assert num_tokens == 3 * BLOCK
+    prefix = {"num_new_computed_tokens": num_tokens, "new_computed_blocks": blocks}
+    assert side_.manager.allocate_slots(hit, 3 * BLOCK, **prefix) is not None
+    hit.num_computed_tokens = num_tokens
+    metadata = side_.plan([("hit", 3 * BLOCK)])
+    states = side_.coordinator.request_states["hit"]
+    # The donor's GPU copies of the three pages are read again, the rest is computed.
+    assert states.valid_pages == {0, 1, 2}
+    assert sorted(metadata.residency_updates["hit"].pages) == list(range(6))
+    assert metadata.all_context_pages_resident
+
+
+def test_blocks_that_a_sibling_still_reads_are_handed_to_nobody() -> None:
+    side_ = side()
+    pool = side_.manager.block_pool
+    donor = finished_donor(side_, 6)
+    # A sibling stores the indexer's pages and leases them meanwhile, as OffloadingConnector does.
+    indexer = [pool.blocks[id] for id in side_.manager.get_block_ids("donor")[1]]
+    pool.touch(indexer)
+    finish(side_, donor)
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(indexer)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert not {block.block_id for block in taken} & {block.block_id for block in indexer}
+    pool.free_blocks(indexer)
+    pool.free_blocks(taken)
+    side_.report((), ())
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_an_import_that_ends_before_its_last_page_is_confirmed_publishes_nothing() -> None:
+    # Rows computed since were computed from a page whose restore nobody has confirmed.
+    side_ = side()
+    request = make_request("import", list(range(2 * BLOCK)), BLOCK)
+    side_.admit(request)
+    external = {"num_external_computed_tokens": 2 * BLOCK, "delay_cache_blocks": True}
+    assert side_.manager.allocate_slots(request, 0, **external) is not None
+    request.num_computed_tokens = 2 * BLOCK
+    side_.report((), (), finished_recving={"import"})
+    side_.manager.cache_blocks(request, 2 * BLOCK)
+    host = side_.manager.get_blocks("import").blocks[0]
+    request.num_computed_tokens -= 1
+    ids = side_.transfers(step(side_, request, 1))
+    finish(side_, request)
+    side_.report(ids, ids)
+    side_.report((), ())
+    assert all(block.block_hash is None for block in host)
+    for pool in (side_.manager.block_pool, side_.coordinator.host_pool):
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_a_name_that_comes_again_while_its_copies_are_under_way_is_another_request() -> None:
+    side_ = side()
+    first = make_request("same", list(range(4 * BLOCK)), BLOCK)
+    side_.admit(first)
+    metadata = step(side_, first, 4 * BLOCK)
+    finish(side_, first)
+    second = make_request("same", list(range(500, 500 + 4 * BLOCK)), BLOCK)
+    side_.admit(second)
+    again = step(side_, second, 4 * BLOCK)
+    assert [name for _, name in again.started] == ["same"]
+    assert again.started[0][0] != metadata.started[0][0]
+    ids = side_.transfers(metadata)
+    side_.report(ids, ids)
+    ids = side_.transfers(again)
+    side_.report(ids, ids)
+    side_.manager.cache_blocks(second, 4 * BLOCK)
+    # Both prefixes are found, each with its own rows.
+    for request in (first, second):
+        probe = make_request("probe", [*request.prompt_token_ids, 1], BLOCK)
+        assert side_.manager.get_computed_blocks(probe)[1] == 4 * BLOCK

@@ -106,3 +106,30 @@ def test_a_request_that_is_not_scheduled_any_more_does_not_stand_for_those_that_
             break
     assert "running" in hot.hot_required
     assert side.manager.allocate_slots(request, 1) is not None
+
+
+def test_pages_of_running_requests_make_room_for_a_waiting_one() -> None:
+    side = make_side(HOTPAGE, SHAPE)
+    running = [resident(side, "one", 13), resident(side, "two", 13)]
+    waiting = make_request("waiting", list(range(5000, 5000 + 10 * BLOCK)), BLOCK)
+
+    def admitted() -> bool:
+        new = side.manager.allocate_slots(
+            waiting, 4 * BLOCK, full_sequence_must_fit=True, has_scheduled_reqs=True
+        )
+        return new is not None
+
+    assert not admitted()
+    for _ in range(6):
+        batch = []
+        for request in running:
+            assert side.manager.allocate_slots(request, 1) is not None
+            batch.append((request.request_id, 1))
+        if admitted():
+            return
+        ids = side.transfers(side.plan(batch))
+        side.report(ids, ids)
+        for request in running:
+            request.num_computed_tokens += 1
+            request.append_output_token_ids(1)
+    raise AssertionError("the waiting request does not fit")
