@@ -72,7 +72,8 @@ def _environment(scratch: Path) -> dict[str, str]:
         "HF_HOME": str(scratch),
         # Without it every test that names a model waits for retries.
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(HERE),
+        # A caller that names a checkout here tests it instead of the installed wheel.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
     }
 
 
