@@ -13,13 +13,20 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
-from sides import Shape
+from sides import Shape, make_request
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as upstream
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
+    HiSparseConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.outputs import KVConnectorOutput
 
 import hotpage.vllm
 from hotpage.errors import ConfigError, UnsupportedVllmError
@@ -145,6 +152,68 @@ def test_it_loads_as_a_child_and_knows_its_siblings() -> None:
     # The user's own configuration was not written to.
     first = transfer.kv_connector_extra_config["connectors"][0]
     assert options.SIBLINGS_KEY not in first["kv_connector_extra_config"]
+
+
+class Sibling:
+    """Brings the indexer's pages of one request, and says so in worker metadata of its own."""
+
+    def __init__(self) -> None:
+        self.words: list[Any] = []
+
+    def bind_kv_cache_manager(self, _: Any) -> None:
+        """It takes blocks as they come."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        return request.num_tokens - num_computed, True
+
+    def update_state_after_alloc(self, *_: Any) -> None:
+        """It starts its load."""
+
+    def build_connector_meta(self, _: Any) -> str:
+        return "sibling's"
+
+    def update_connector_output(self, output: Any) -> None:
+        self.words.append(output.kv_connector_worker_meta)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_siblings_import_ends_through_a_multi_connector_in_either_order(first: bool) -> None:
+    ours, sibling = build(entry()), Sibling()
+    multi = object.__new__(MultiConnector)
+    multi._connectors = [ours, sibling] if first else [sibling, ours]
+    multi._requests_to_connector, multi._extra_async_saves = {}, {}
+    cache = manager()
+    multi.bind_kv_cache_manager(cache)
+    request = make_request("import", list(range(40)), 16)
+    num_tokens, load_async = multi.get_num_new_matched_tokens(request, 0)
+    assert (num_tokens, load_async) == (40, True)
+    external = {"num_external_computed_tokens": 40, "delay_cache_blocks": True}
+    assert cache.allocate_slots(request, 0, **external) is not None
+    multi.update_state_after_alloc(request, cache.get_blocks("import"), 40)
+    request.num_computed_tokens = 40
+
+    def step(names: list[str]) -> Any:
+        cached = SimpleNamespace(req_ids=names, num_computed_tokens=[39] * len(names))
+        cached.new_block_ids = [None] * len(names)
+        counts = dict.fromkeys(names, 1)
+        output = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+        output.num_scheduled_tokens, output.scheduled_spec_decode_tokens = counts, {}
+        metadata = multi.build_connector_meta(output)
+        assert output.has_sync_kv_loads
+        return metadata.metadata[0 if first else 1]
+
+    assert not step([]).plans[-1].transfer_id.size
+    multi.update_connector_output(KVConnectorOutput(finished_recving={"import"}))
+    request.num_computed_tokens = 39
+    restores = step(["import"]).plans[0].transfer_id.tolist()
+    assert len(restores) == 1
+    words = HiSparseConnectorWorkerMetadata(dict.fromkeys(restores, 2), dict.fromkeys(restores, 2))
+    both = (words, "word") if first else ("word", words)
+    multi.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(metadata=both))
+    )
+    assert sibling.words == [None, "word"]
+    assert restores[0] not in ours.connector_scheduler.coordinator.pending_spills
 
 
 def test_the_host_pool_is_reported_every_so_many_steps() -> None:
