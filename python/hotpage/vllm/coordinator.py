@@ -272,10 +272,9 @@ class NativeCoordinator(VllmSurface, HiSparseCoordinator):
         pool cannot give.
         """
         self._report_reused()
-        no_asked_regions = 0
-        return bool(self.hot_granted) or self.core.has_pending_reclamation(
-            no_asked_regions, self.host_pool.get_num_free_blocks()
-        )
+        # With no block free the Coordinator counts no region that was only asked for.
+        host_free = self.host_pool.get_num_free_blocks()
+        return bool(self.hot_granted) or self.core.has_pending_reclamation(0, host_free)
 
     def get_host_block_pool(self) -> BlockPool:
         """The host pool."""
