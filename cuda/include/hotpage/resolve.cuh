@@ -378,7 +378,7 @@ HOTPAGE_RESOLVE(void)::rank_misses(uint32_t num_misses) {
     atomicAdd(&buckets[bucket_of(sorted[i])], 1u);
   }
   __syncthreads();  // orders the counts before they are summed
-  scan_buckets(buckets, &words->totals);
+  scan_buckets<kResolveThreads>(buckets, &words->totals);
   for (uint32_t i = threadIdx.x; i < num_misses; i += kResolveThreads) {
     const int32_t row = sorted[i];
     bucketed[atomicAdd(&buckets[bucket_of(row)], 1u)] = row;

@@ -8,6 +8,7 @@
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
+#include "hotpage/sweep_copies.cuh"
 
 using namespace hotpage;
 
@@ -36,7 +37,12 @@ void resolve_body(void *argument) {
 
 void copy_body(void *argument) {
   static CopyShared shared;
-  copy_slice(*static_cast<const CopyArgs *>(argument), &shared);
+  copy_list(*static_cast<const CopyArgs *>(argument), &shared);
+}
+
+void sweep_body(void *argument) {
+  static SweepShared shared;
+  copy_swept(*static_cast<const CopyArgs *>(argument), &shared);
 }
 
 }  // namespace
@@ -63,10 +69,11 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
 }
 
 extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks *marks,
-                            unsigned num_blocks) {
+                            unsigned num_blocks, int sweeps) {
   CopyArgs args = plan_copy(*params, *marks);
+  const auto body = sweeps ? sweep_body : copy_body;
   for (unsigned index = 0; index < num_blocks; ++index) {
-    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
+    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, body, &args)) return kDeadlock;
   }
   return 0;
 }
