@@ -77,19 +77,17 @@ __device__ __forceinline__ uint32_t find_request(const uint32_t *first_of_reques
   return low;
 }
 
-// The copy at a place of the list, in one layer. request(): its request, asked for only where
-// holders are marked.
-template <class Request>
-__device__ __forceinline__ RowCopy copy_at(const CopyArgs &args, uint32_t layer, int64_t place,
-                                           Request &&request) {
-  const hotpage_copy_params &p = args.p;
-  const int64_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[place];
-  const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[place];
-  if (args.marks.holders != 0 && layer == 0) {
-    const int32_t state_row = reinterpret_cast<const int32_t *>(args.marks.state_row)[request()];
-    const int32_t host_block = static_cast<int32_t>(host_row) / p.block_size;
-    mark_holder(args.marks.holders, args.marks.num_state_rows, host_block, state_row);
-  }
+// Marks the holder of a copied row.
+__device__ __forceinline__ void mark_copy(const CopyArgs &args, int32_t host_row,
+                                          uint32_t request) {
+  const int32_t state_row = reinterpret_cast<const int32_t *>(args.marks.state_row)[request];
+  mark_holder(args.marks.holders, args.marks.num_state_rows, host_row / args.p.block_size,
+              state_row);
+}
+
+// Where the rows of a copy lie in one layer.
+__device__ __forceinline__ RowCopy rows_of(const hotpage_copy_params &p, uint32_t layer,
+                                           int64_t host_row, int32_t hot_row) {
   const int32_t block = hot_row / p.block_stride_rows;
   const int64_t row_in_block = hot_row - block * p.block_stride_rows;
   return {p.host_layer[layer] + static_cast<uint64_t>(host_row * p.host_row_stride),
@@ -138,7 +136,10 @@ __device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t 
     const uint32_t request = find_request(first_of_request, p.num_requests, index);
     const int64_t place =
         int64_t{request} * p.copy_list_stride + (index - first_of_request[request]);
-    return copy_at(args, layer, place, [&] { return request; });
+    const int32_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[place];
+    const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[place];
+    if (args.marks.holders != 0 && layer == 0) mark_copy(args, host_row, request);
+    return rows_of(p, layer, host_row, hot_row);
   };
   copy_chunks(args, blockIdx.x * slice, min(num_chunks, (blockIdx.x + 1) * slice), num_items, find);
 }

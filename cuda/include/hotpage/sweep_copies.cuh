@@ -8,7 +8,9 @@
 // that follow each other; few blocks keep few rows on the bus, hence few pages of translation.
 //
 // Every block counts all copies by bucket of host rows (in L2, 4 bytes a copy, against a row over
-// the bus), and from the counts knows which buckets are its own. No block waits for another.
+// the bus), and from the counts knows which buckets are its own. No block waits for another. What
+// it copies lies in shared memory before the first row is asked for: a load of the list that waits
+// behind rows on the bus takes several times as long as one that does not.
 #pragma once
 
 #include "hotpage/copy_rows.cuh"
@@ -16,8 +18,8 @@
 
 namespace hotpage {
 
-// Places of the list that a block holds at a time.
-constexpr uint32_t kOwnCopies = 8192;
+// Copies that a block holds at a time.
+constexpr uint32_t kOwnCopies = 6144;
 // Copies dealt at a time, at least, and tiles that every block must get: with fewer some blocks
 // would end long before others.
 constexpr uint32_t kLeastTile = 32;
@@ -27,11 +29,17 @@ constexpr int kListLoads = 8;
 
 constexpr uint32_t kNotOwn = 0xffffffffu;
 
+// A copy of the list: its place in it first, then its rows.
+struct OwnCopy {
+  int32_t host_row;
+  int32_t hot_row;
+};
+
 struct SweepShared {
   CopyShared copy;
   uint32_t first_rank[kRankBuckets];  // copies in the buckets before
   uint32_t own_place[kRankBuckets];   // where the bucket's next copy goes in own; kNotOwn
-  uint32_t own[kOwnCopies];           // places in the list, by bucket
+  OwnCopy own[kOwnCopies];            // in the order in which they are made
   WarpWords<kCopyWarps> lowest, highest, largest, totals;
 };
 
@@ -161,19 +169,52 @@ __device__ __forceinline__ uint32_t place_buckets(const SweepPlan &plan, uint32_
   return total;
 }
 
-// Copies every layer of the first num_own places of `own`.
-__device__ __forceinline__ void copy_own(const CopyArgs &args, const uint32_t *own,
-                                         uint32_t num_own) {
+// Replaces the places of own copies by their rows, and marks holders. Ends with a barrier.
+__device__ __forceinline__ void load_own(const CopyArgs &args, OwnCopy *own, uint32_t num_own) {
+  const int32_t *host_rows = reinterpret_cast<const int32_t *>(args.p.copy_host_row);
+  const int32_t *hot_rows = reinterpret_cast<const int32_t *>(args.p.copy_hot_row);
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < num_own; i += kCopyThreads) {
+    const uint32_t place = static_cast<uint32_t>(own[i].host_row);
+    own[i] = {__ldcg(host_rows + place), __ldcg(hot_rows + place)};
+    if (args.marks.holders != 0) {
+      mark_copy(args, own[i].host_row, place / static_cast<uint32_t>(args.p.copy_list_stride));
+    }
+  }
+  __syncthreads();  // orders the rows before they are copied
+}
+
+// Copies every layer of the first num_own copies. Ends with a barrier.
+__device__ __forceinline__ void copy_own(const CopyArgs &args, OwnCopy *own, uint32_t num_own) {
+  load_own(args, own, num_own);
   const uint32_t num_layers = static_cast<uint32_t>(args.p.num_layers);
   const uint32_t num_items = num_own * num_layers;
   const auto find = [&](uint32_t item) {
     const uint32_t layer = args.layers_innermost ? item % num_layers : item / num_own;
     const uint32_t index = args.layers_innermost ? item / num_layers : item - layer * num_own;
-    const uint32_t place = own[index];
-    return copy_at(args, layer, place,
-                   [&] { return place / static_cast<uint32_t>(args.p.copy_list_stride); });
+    return rows_of(args.p, layer, own[index].host_row, own[index].hot_row);
   };
   copy_chunks(args, 0, (num_items + kRowsPerChunk - 1) / kRowsPerChunk, num_items, find);
+  __syncthreads();  // orders the last look at these copies before the next ones replace them
+}
+
+// Copies this block's slice of the list, whatever the rows.
+__device__ __forceinline__ void copy_own_slice(const CopyArgs &args, uint32_t num_copies,
+                                               SweepShared *s) {
+  const uint32_t slice = (num_copies + gridDim.x - 1) / gridDim.x;
+  const uint32_t end = min(num_copies, (blockIdx.x + 1) * slice);
+  for (uint32_t first = blockIdx.x * slice; first < end; first += kOwnCopies) {
+    const uint32_t num_own = min(end - first, kOwnCopies);
+    for (uint32_t i = threadIdx.x; i < num_own; i += kCopyThreads) {
+      const uint32_t *first_of_request = s->copy.first_of_request;
+      const uint32_t request = find_request(first_of_request, args.p.num_requests, first + i);
+      const uint32_t place = request * static_cast<uint32_t>(args.p.copy_list_stride) +
+                             (first + i - first_of_request[request]);
+      // OK without a barrier: load_own looks at the places that this thread wrote.
+      s->own[i].host_row = static_cast<int32_t>(place);
+    }
+    copy_own(args, s->own, num_own);
+  }
 }
 
 // What a block does once the copy list is there.
@@ -181,25 +222,24 @@ __device__ __forceinline__ void copy_swept(const CopyArgs &args, SweepShared *s)
   const hotpage_copy_params &p = args.p;
   const uint32_t num_copies = sum_copy_counts(p, s->copy.first_of_request, &s->copy.totals);
   if (num_copies < kLeastTilesPerBlock * kLeastTile * gridDim.x) {
-    copy_slice(args, s->copy.first_of_request, num_copies);
+    copy_own_slice(args, num_copies, s);
     return;
   }
   find_ends(p, num_copies, s);
   const BucketMap bucket_of(s->lowest.min(), s->highest.max());
   SweepPlan plan;
   if (!plan_sweep(p, bucket_of, num_copies, s, &plan)) {
-    copy_slice(args, s->copy.first_of_request, num_copies);
+    copy_own_slice(args, num_copies, s);
     return;
   }
   for (uint32_t window = 0; window < plan.num_windows; ++window) {
     const uint32_t num_own = place_buckets(plan, window, s);
     for_copies(p, s->copy.first_of_request, num_copies, [&](uint32_t place, int32_t row) {
       uint32_t *next = &s->own_place[bucket_of(row)];
-      if (*next != kNotOwn) s->own[atomicAdd(next, 1u)] = place;
+      if (*next != kNotOwn) s->own[atomicAdd(next, 1u)].host_row = static_cast<int32_t>(place);
     });
-    __syncthreads();  // orders the window's copies before they are made
+    __syncthreads();  // orders the window's places before they are read
     copy_own(args, s->own, num_own);
-    __syncthreads();  // orders the last look at the window before the next one replaces it
   }
 }
 
