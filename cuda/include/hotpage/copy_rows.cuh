@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "hotpage/abi.h"
+#include "hotpage/check.cuh"
 #include "hotpage/holders.cuh"
 #include "hotpage/row_chunk.cuh"
 #include "hotpage/warp.cuh"
@@ -88,6 +89,7 @@ __device__ __forceinline__ void mark_copy(const CopyArgs &args, int32_t host_row
 // Where the rows of a copy lie in one layer.
 __device__ __forceinline__ RowCopy rows_of(const hotpage_copy_params &p, uint32_t layer,
                                            int64_t host_row, int32_t hot_row) {
+  HOTPAGE_CHECK(layer < static_cast<uint32_t>(p.num_layers) && host_row >= 0 && hot_row >= 0);
   const int32_t block = hot_row / p.block_stride_rows;
   const int64_t row_in_block = hot_row - block * p.block_stride_rows;
   return {p.host_layer[layer] + static_cast<uint64_t>(host_row * p.host_row_stride),

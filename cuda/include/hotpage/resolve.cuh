@@ -117,6 +117,7 @@ class ResolveBlock {
   __device__ __forceinline__ void emit(bool dense);
 
   __device__ __forceinline__ int32_t hot_row(int hot_slot) const {
+    HOTPAGE_CHECK(hot_slot >= 0 && hot_slot < p.hot_rows);
     const int block = static_cast<int>(__umulhi(hot_slot, a.block_size_reciprocal));
     return hot_base[block] + hot_slot - block * p.copy.block_size;
   }
@@ -293,6 +294,7 @@ HOTPAGE_RESOLVE(void)::load_pages() {
 }
 
 HOTPAGE_RESOLVE(int32_t)::get_page(int page) const {
+  HOTPAGE_CHECK(page >= 0 && page < p.num_pages);
   if (a.shared.pages_in_shared) return pages[page];
   const int32_t *residency =
       at_address<const int32_t>(p.residency) + state_row * p.residency_stride;
@@ -434,6 +436,7 @@ HOTPAGE_RESOLVE(bool)::resolve_hot(bool has_region) {
     rank_misses(num_misses);
     num_copies = slots.take_victims(
         num_misses, words->oldest.min(), &words->victims, [&](uint32_t rank, int hot_slot) {
+          HOTPAGE_CHECK(rank < static_cast<uint32_t>(p.copy.copy_list_stride));
           const int32_t row = sorted[rank];
           slots.row_map[hot_slot] = row;
           uint32_t place;

@@ -236,7 +236,10 @@ __device__ __forceinline__ void copy_swept(const CopyArgs &args, SweepShared *s)
     const uint32_t num_own = place_buckets(plan, window, s);
     for_copies(p, s->copy.first_of_request, num_copies, [&](uint32_t place, int32_t row) {
       uint32_t *next = &s->own_place[bucket_of(row)];
-      if (*next != kNotOwn) s->own[atomicAdd(next, 1u)].host_row = static_cast<int32_t>(place);
+      if (*next == kNotOwn) return;
+      const uint32_t at = atomicAdd(next, 1u);
+      HOTPAGE_CHECK(at < num_own && at < kOwnCopies);
+      s->own[at].host_row = static_cast<int32_t>(place);
     });
     __syncthreads();  // orders the window's places before they are read
     copy_own(args, s->own, num_own);
