@@ -158,8 +158,9 @@ def _link(objects: Sequence[Path], kit: Toolkit, options: Options) -> bool:
         _run([*command, "-o", staged], "linking libhotpage_cuda.so")
         verify(staged, options.images, len(objects))
         staged.with_suffix(".digest").write_text(digest)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(staged, options.output)
+    if options.output.resolve() != staged.resolve():
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(staged, options.output)
     return fresh
 
 

@@ -4,7 +4,8 @@
     python benches/gpu/bench_pools.py [--pool-gb 20] [--only mirror,pages,decode,invalidate,stage]
 
 Every timed launch reads rows that no earlier launch read; results are compared before they are
-timed. Where vLLM is installed, its ops run on inputs of the same kind, each set used once.
+timed. vLLM's ops run on inputs of the same kind, each set used once, where vLLM is installed or
+its op library and its Python sources are named.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from timing import median_us, memcpy_gbps
+from vllm_methods import VllmInvalidation, find_sources
 
 from hotpage.kernels.copy_pages import PageList, RestorePages, SpillPages
 from hotpage.kernels.invalidate import Holders, Invalidate
@@ -197,20 +199,9 @@ def bench_decode(pool: torch.Tensor) -> list[Cell]:
     return cells
 
 
-def vllm_like_invalidation(
-    row_maps: Sequence[torch.Tensor], blocks: torch.Tensor, state_rows: torch.Tensor
-) -> None:
-    """The sequence of torch launches by which vLLM 0.33 drops recycled blocks, per leader."""
-    offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=DEVICE)
-    rows = torch.sort((blocks[:, None] * BLOCK_SIZE + offsets).flatten()).values
-    for row_map in row_maps:
-        held = row_map.index_select(0, state_rows)
-        at = torch.searchsorted(rows, held).clamp_(max=rows.numel() - 1)
-        held.masked_fill_(rows[at] == held, -1)
-        row_map.index_copy_(0, state_rows, held)
-
-
-def bench_invalidate(leaders: int = 61, requests: int = 256, hot_rows: int = 4096) -> list[Cell]:
+def bench_invalidate(
+    sources: Path | None, leaders: int = 61, requests: int = 256, hot_rows: int = 4096
+) -> list[Cell]:
     """Four recycled blocks, and a prefill chunk's rows, over all leaders of a model."""
     host_blocks = 100_000
     states = [RowState.allocate(requests, hot_rows, DEVICE) for _ in range(leaders)]
@@ -237,12 +228,12 @@ def bench_invalidate(leaders: int = 61, requests: int = 256, hot_rows: int = 409
     sets = 16
     ids = (torch.randperm(host_blocks - 1)[: sets * 4] + 1).view(sets, 4)
     vllm_ids = ids.to(torch.int32).to(DEVICE)
-    vllm_us = statistics.median(
-        once_us(lambda i=i: vllm_like_invalidation(maps, vllm_ids[i], every)) for i in range(6)
-    )
-    vllm_graph = median_us(
-        lambda i: vllm_like_invalidation(maps, vllm_ids[i], every), [[6], [7], [8]]
-    )
+    theirs: tuple[float, float] | None = None
+    if sources is not None:
+        vllm = VllmInvalidation(sources, maps, BLOCK_SIZE)
+        eager = [once_us(lambda i=i: vllm.by_blocks(ids[i].tolist(), every)) for i in range(6)]
+        graph = median_us(lambda i: vllm.by_slots(vllm_ids[i], every), [[6], [7], [8]])
+        theirs = statistics.median(eager), graph
     # 0..8 by both searches: a second invalidation of the same ids frees nothing more.
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
     for name, chosen in (("holders", holders), ("every state row", None)):
@@ -258,13 +249,16 @@ def bench_invalidate(leaders: int = 61, requests: int = 256, hot_rows: int = 409
         )
         if chosen is not None:
             ours = us
-    cells.append(("the same, vLLM's launches, eager", f"{vllm_us:.0f} us", ""))
-    cells.append(("the same, vLLM's launches in a graph", f"{vllm_graph:.0f} us", ""))
-    cells.append(("vLLM's launches in a graph / ours", f"{vllm_graph / ours:.0f} x", ">= 10 x"))
+    if theirs is None:
+        cells.append(("the same, vLLM's method", "not run: no vLLM", ""))
+    else:
+        cells.append(("the same, vLLM's invalidate_blocks, eager", f"{theirs[0]:.0f} us", ""))
+        cells.append(("the same, vLLM's launches in a graph", f"{theirs[1]:.0f} us", ""))
+        cells.append(("vLLM's launches in a graph / ours", f"{theirs[1] / ours:.0f} x", ">= 10 x"))
     # Both freed the blocks that both have seen.
     for state, held in zip(states[:: leaders // 4], maps[:: leaders // 4], strict=True):
-        gone = torch.isin(state.row_map // BLOCK_SIZE, vllm_ids[:9].flatten())
-        if bool(gone.any()) or bool(torch.isin(held // BLOCK_SIZE, vllm_ids[:9].flatten()).any()):
+        both = [state.row_map] if theirs is None else [state.row_map, held]
+        if any(bool(torch.isin(m // BLOCK_SIZE, vllm_ids[:9].flatten()).any()) for m in both):
             raise SystemExit("rows of recycled blocks are still held")
     rewritten = torch.randint(64, host_blocks * BLOCK_SIZE, (8192,), device=DEVICE)
     op = Invalidate(states, BLOCK_SIZE, host_blocks, vllm_ids[0], rewritten, holders=holders)
@@ -278,8 +272,12 @@ def bench_invalidate(leaders: int = 61, requests: int = 256, hot_rows: int = 409
     return cells
 
 
+NEW_TOKENS = 753
+"""Tokens of a turn behind its context; their rows are still on the GPU alone."""
+
+
 class Staging:
-    """One host-only context, staged chunk by chunk into a workspace."""
+    """A host-only context and the new tokens behind it, staged chunk by chunk."""
 
     def __init__(
         self,
@@ -291,19 +289,25 @@ class Staging:
         chunk: int,
         max_blocks: int = 0,
     ) -> None:
-        self.model = Model(pool, (num_layers,), interleaved, 1)
+        num_new = -(-NEW_TOKENS // BLOCK_SIZE) + 1
+        self.model = Model(pool, (num_layers,), interleaved, num_new)
         self.context, self.chunk = context, chunk
-        pages = -(-context // BLOCK_SIZE)
+        self.num_rows = context + NEW_TOKENS
+        pages = -(-self.num_rows // BLOCK_SIZE)
         self.host_blocks = torch.randperm(self.model.host_blocks - 1)[:pages].to(torch.int32) + 1
         shape = (chunk, BF16_ROW_WIDTH) if upconvert else (chunk, ROW_BYTES)
         dtype = torch.bfloat16 if upconvert else torch.uint8
         self.out = [torch.empty(shape, dtype=dtype, device=DEVICE) for _ in range(num_layers)]
         table = self.host_blocks[None, :].to(DEVICE)
+        # The page in which the context ends and the new tokens begin is on the GPU, too.
         residency = torch.zeros_like(table)
+        first_new = context // BLOCK_SIZE
+        blocks = self.model.gpu_blocks()[: pages - first_new, 0]
+        residency[0, first_new:] = blocks.to(DEVICE)
         zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.bound = []
-        for first in range(0, context, chunk):
-            rows = min(chunk, context - first)
+        for first in range(0, self.num_rows, chunk):
+            rows = min(chunk, self.num_rows - first)
             bounds = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
             at = torch.tensor([first], dtype=torch.int32, device=DEVICE)
             counters = torch.zeros(3, dtype=torch.int64, device=DEVICE)
@@ -312,16 +316,16 @@ class Staging:
             self.bound.append((op, rows))
 
     def run(self) -> None:
-        """Stages the whole context, chunk after chunk."""
+        """Stages the context and the new tokens, chunk after chunk."""
         for op, rows in self.bound:
             op(1, rows, stream())
 
     def check(self) -> None:
-        """Compares the raw rows of the last chunk."""
+        """Compares raw rows of the last chunk that came from the host."""
         torch.cuda.synchronize()
-        rows = self.bound[-1][1]
-        first = self.context - rows
-        for position in (first, first + rows // 2, self.context - 1):
+        first = self.num_rows - self.bound[-1][1]
+        end = self.context // BLOCK_SIZE * BLOCK_SIZE
+        for position in (first, (first + end) // 2, end - 1):
             block = int(self.host_blocks[position // BLOCK_SIZE])
             for layer, out in zip(self.model.layers, self.out, strict=True):
                 wanted = layer.host[block, position % BLOCK_SIZE]
@@ -423,12 +427,16 @@ def main() -> None:
     parser.add_argument("--layers", choices=["glm", "four"], default="glm")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="mirror,pages,decode,invalidate,stage")
+    parser.add_argument("--vllm-library", type=Path, help="vLLM 0.33's _C_stable_libtorch.abi3.so")
+    parser.add_argument("--vllm-sources", type=Path, help="folder of vLLM 0.33's Python package")
     parser.add_argument(
         "--ram-gb", type=float, default=None, help="RAM that the machine really has"
     )
     args = parser.parse_args()
     parts = args.only.split(",")
-    if importlib.util.find_spec("vllm") is not None:
+    if args.vllm_library is not None:
+        torch.ops.load_library(str(args.vllm_library))
+    elif importlib.util.find_spec("vllm") is not None:
         importlib.import_module("vllm._custom_ops")
     torch.manual_seed(0)
     unit = PoolLayout((1,), BLOCK_SIZE, ROW_BYTES, int(args.pool_gb * 1e9) // 41_984)
@@ -449,7 +457,7 @@ def main() -> None:
         if "decode" in parts:
             cells += bench_decode(pool)
         if "invalidate" in parts:
-            cells += bench_invalidate()
+            cells += bench_invalidate(find_sources(args.vllm_sources))
         if "stage" in parts:
             cells += bench_stage(pool)
         torch.cuda.synchronize()

@@ -32,7 +32,8 @@ class HotpageSide:
     ) -> None:
         cell = steps.cell
         self.steps, self.max_copy_blocks = steps, max_copy_blocks
-        self.host = pools.host_layers(cell, interleaved)
+        regions = range(pools.num_regions(cell))
+        self.host = [pools.host_layers(cell, interleaved, region) for region in regions]
         self.gpu = pools.gpu_layers(cell, steps.num_gpu_blocks)
         self.state = RowState.allocate(cell.requests, cell.hot_rows, DEVICE)
         self.copies: list[CopyList] = []
@@ -45,8 +46,11 @@ class HotpageSide:
         self._bound: dict[tuple[int, tuple[int, ...]], ResolveAndCopy] = {}
         self._replays: dict[tuple[int, tuple[int, ...]], ReplayCopy] = {}
 
-    def _layers(self, layers: Sequence[int]) -> LayerRows:
-        host, gpu = [self.host[i] for i in layers], [self.gpu[i] for i in layers]
+    def _host_of(self, step: int) -> list[torch.Tensor]:
+        return self.host[step % len(self.host)]
+
+    def _layers(self, step: int, layers: Sequence[int]) -> LayerRows:
+        host, gpu = [self._host_of(step)[i] for i in layers], [self.gpu[i] for i in layers]
         return LayerRows(host, gpu, BLOCK_SIZE * self.steps.cell.layers)
 
     def bind(self, step: int, layers: Sequence[int]) -> ResolveAndCopy:
@@ -76,7 +80,7 @@ class HotpageSide:
                 self.state,
                 self.outputs[step],
                 shape,
-                self._layers(layers) if layers else None,
+                self._layers(step, layers) if layers else None,
                 max_copy_blocks=self.max_copy_blocks,
             )
         return self._bound[key]
@@ -90,7 +94,7 @@ class HotpageSide:
         key = (step, tuple(layers))
         if key not in self._replays:
             self._replays[key] = ReplayCopy(
-                self.copies[step], self._layers(layers), max_copy_blocks=self.max_copy_blocks
+                self.copies[step], self._layers(step, layers), max_copy_blocks=self.max_copy_blocks
             )
         return self._replays[key]
 
@@ -122,7 +126,7 @@ class HotpageSide:
             )
             for layer in layers:
                 got = self.gpu[layer][hot // stride, hot % stride].cpu()
-                assert torch.equal(got, self.host[layer][host]), f"layer {layer}"
+                assert torch.equal(got, self._host_of(step)[layer][host]), f"layer {layer}"
 
 
 class VllmSide:
@@ -134,7 +138,8 @@ class VllmSide:
         cell = steps.cell
         self.steps = steps
         self.ops = torch.ops._C_cache_ops
-        self.host = pools.host_layers(cell, interleaved=False)
+        regions = range(pools.num_regions(cell))
+        self.host = [pools.host_layers(cell, False, region) for region in regions]
         self.gpu = pools.gpu_layers(cell, steps.num_gpu_blocks)
         rows = cell.requests * cell.rows
         self.row_map = torch.full(
@@ -164,7 +169,7 @@ class VllmSide:
         s, cell = self.steps, self.steps.cell
         host_rows, device_rows, counts = self.lists[step]
         self.ops.hisparse_resolve_residency(
-            self.host[0],
+            self.host[0][0],
             self.gpu[0],
             s.hot_block_table,
             s.logical_topk[step],
@@ -194,8 +199,9 @@ class VllmSide:
 
     def copy(self, step: int, layers: Sequence[int]) -> None:
         """Gathers layers of a step that was resolved, one launch each."""
+        host = self.host[step % len(self.host)]
         for layer in layers:
-            self.ops.hisparse_gather_compact(self.host[layer], self.gpu[layer], *self.lists[step])
+            self.ops.hisparse_gather_compact(host[layer], self.gpu[layer], *self.lists[step])
 
     def misses(self, step: int) -> int:
         """Misses that a step copied."""

@@ -144,7 +144,11 @@ def make_steps(cell: Cell, steps: int, seed: int = 0) -> Steps:
 
 
 class Pools:
-    """Host and GPU memory that all cells share; a cell uses the first part of each."""
+    """Host and GPU memory that all cells share; a cell uses a part of each.
+
+    A model's decode step goes from layer to layer, each with a region of its own in the host pool.
+    So step n of a cell copies from region n modulo the number of those that fit.
+    """
 
     def __init__(self, host_gb: float, gpu_bytes: int) -> None:
         self.host = torch.empty(int(host_gb * GB) + 4096, dtype=torch.uint8, pin_memory=True)
@@ -155,10 +159,15 @@ class Pools:
             part = self.host[first : first + chunk.numel()]
             part.copy_(chunk[: part.numel()].roll(first // chunk.numel()))
 
-    def host_layers(self, cell: Cell, interleaved: bool) -> list[torch.Tensor]:
-        """Per layer `[host rows][row_bytes]`."""
+    def num_regions(self, cell: Cell) -> int:
+        """Index groups of the cell's size that the host memory holds."""
+        return self.host.numel() // (cell.host_blocks * BLOCK_SIZE * cell.layers * ROW_BYTES)
+
+    def host_layers(self, cell: Cell, interleaved: bool, region: int) -> list[torch.Tensor]:
+        """Per layer `[host rows][row_bytes]`, of one of the index groups."""
         rows = cell.host_blocks * BLOCK_SIZE
-        pool = self.host[: rows * cell.layers * ROW_BYTES]
+        num_bytes = rows * cell.layers * ROW_BYTES
+        pool = self.host[region * num_bytes : (region + 1) * num_bytes]
         if interleaved:
             grouped = pool.view(rows, cell.layers, ROW_BYTES)
             return [grouped[:, i] for i in range(cell.layers)]

@@ -3,12 +3,19 @@
 
 #include "hotpage/copy_launch.h"
 #include "hotpage/copy_rows.cuh"
+#include "hotpage/sweep_copies.cuh"
 
 namespace hotpage {
 namespace {
 
 // Enough rows on the bus to fill it, measured on an H200; see benches/gpu/README.md.
 constexpr int32_t kDefaultCopyBlocks = 128;
+// Enough to fill the bus with short rows and no more: see sweep_copies.cuh.
+constexpr int32_t kDefaultSweepBlocks = 16;
+// Reads of at least so many bytes side by side fill the bus in any order.
+constexpr int64_t kWideReadBytes = 2048;
+
+using CopyKernel = void (*)(CopyArgs);
 
 constexpr int32_t kMinBlockSize = 1;
 constexpr int32_t kMaxBlockSize = 128;
@@ -35,17 +42,30 @@ hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
 hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve,
                            const HolderMarks &marks, cudaStream_t stream) {
   const CopyArgs args = plan_copy(params, marks);
+  const int64_t read_bytes = int64_t{params.row_bytes} * (args.layers_innermost ? params.num_layers : 1);
+  // A sweep numbers the places of the list with 32 bits.
+  const bool sweeps = read_bytes < kWideReadBytes &&
+                      int64_t{params.num_requests} * params.copy_list_stride <= UINT32_MAX;
+  const CopyKernel kernel = sweeps ? (after_resolve ? sweep_copies_kernel<true> : sweep_copies_kernel<false>)
+                                   : (after_resolve ? copy_rows_kernel<true> : copy_rows_kernel<false>);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
+  const int32_t most = sweeps ? kDefaultSweepBlocks : kDefaultCopyBlocks;
+  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : most);
   config.blockDim = dim3(kCopyThreads);
   config.stream = stream;
+  if (sweeps) {
+    config.dynamicSmemBytes = sizeof(SweepShared);
+    // Idempotent, and allowed inside a capture.
+    const cudaError_t raised = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SweepShared));
+    if (raised != cudaSuccess) return status_of(raised);
+  }
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = after_resolve ? 1 : 0;
-  return status_of(after_resolve ? cudaLaunchKernelEx(&config, copy_rows_kernel<true>, args)
-                                 : cudaLaunchKernelEx(&config, copy_rows_kernel<false>, args));
+  return status_of(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace hotpage

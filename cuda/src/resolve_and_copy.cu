@@ -42,31 +42,49 @@ hotpage_status check_resolve(const hotpage_resolve_and_copy_params *params) {
 
 using ResolveKernel = void (*)(ResolveArgs);
 
-template <int kVariant>
+// kPasses: as in ResolveBlock.
+template <int kVariant, int kPasses>
 constexpr ResolveKernel kernel_of() {
   constexpr ResolveCapacity v = kResolveVariants[kVariant];
   constexpr int kStripes = (v.hot_rows + kSlotsPerStripe - 1) / kSlotsPerStripe;
-  return resolve_kernel<v.entries / kResolveThreads, kStripes, v.ranks_in_shared>;
+  return resolve_kernel<v.entries / kResolveThreads, kStripes, v.ranks_in_shared, kPasses>;
 }
 
-constexpr ResolveKernel kKernels[] = {kernel_of<0>(), kernel_of<1>(), kernel_of<2>(),
-                                      kernel_of<3>(), kernel_of<4>()};
+constexpr ResolveKernel kKernels[] = {kernel_of<0, 0>(), kernel_of<1, 0>(), kernel_of<2, 0>(),
+                                      kernel_of<3, 0>(), kernel_of<4, 0>()};
 static_assert(sizeof(kKernels) / sizeof(kKernels[0]) == kNumResolveVariants,
               "one kernel per variant");
-static_assert(sizeof(ResolveBlock<40, 8, false>::Words) <= kStaticSharedBytes, "words do not fit");
+// For the top-k of the models that there are; the last variant is memory-bound anyway.
+constexpr int kUsualPasses = 2;
+constexpr ResolveKernel kUsualKernels[] = {
+    kernel_of<0, kUsualPasses>(), kernel_of<1, kUsualPasses>(), kernel_of<2, kUsualPasses>(),
+    kernel_of<3, kUsualPasses>(), kernel_of<4, 0>()};
+static_assert(sizeof(ResolveBlock<40, 8, false, 0>::Words) <= kStaticSharedBytes,
+              "words do not fit");
 
 hotpage_status launch_resolve(const hotpage_resolve_and_copy_params &p, cudaStream_t stream) {
   ResolveArgs args;
   const int variant = plan_resolve(p, p.shared_limit_bytes - kStaticSharedBytes, &args);
   if (variant < 0) return HOTPAGE_STATUS_UNSUPPORTED;
-  const ResolveKernel kernel = kKernels[variant];
+  const bool usual = p.top_k == kUsualPasses * kResolveThreads;
+  const ResolveKernel kernel = usual ? kUsualKernels[variant] : kKernels[variant];
   // Idempotent, and allowed inside a capture.
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(args.shared.total_bytes));
   if (raised != cudaSuccess) return status_of(raised);
-  kernel<<<p.copy.num_requests, kResolveThreads, args.shared.total_bytes, stream>>>(args);
-  return launch_status();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.copy.num_requests);
+  config.blockDim = dim3(kResolveThreads);
+  config.dynamicSmemBytes = args.shared.total_bytes;
+  config.stream = stream;
+  // The kernel waits by itself for what was enqueued before it.
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return status_of(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace

@@ -172,6 +172,40 @@ def test_a_captured_graph_replays_with_other_inputs() -> None:
         device.check(expected, states, f"replay {step}")
 
 
+@pytest.mark.parametrize("last", ["copy", "kernel"])
+def test_a_captured_resolve_waits_for_what_other_streams_write(last: str) -> None:
+    """The launch may start before its inputs are there; nothing is read before they are."""
+    shape = Shape(rows_per_request=2, num_requests=5, num_layers=4, row_bytes=656)
+    device, work = DeviceResolve(shape, copy="leader"), Workload(shape, 37)
+    states = empty_states(shape)
+    run_steps(device, work, states, 3, "eager")
+    topk, seq_len = device.inputs.logical_topk, device.inputs.seq_len
+    later_topk, later_len = torch.empty_like(topk), torch.empty_like(seq_len)
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(300_000)
+            if last == "copy":
+                seq_len.copy_(later_len)
+            else:
+                torch.add(later_len, 0, out=seq_len)
+        torch.add(later_topk, 0, out=topk)
+        main.wait_stream(side)
+        device.run()
+    for step in range(20):
+        batch = work.step()
+        device.load(batch)
+        later_topk.copy_(topk)
+        later_len.copy_(seq_len)
+        topk.fill_(-1)
+        seq_len.zero_()
+        graph.replay()
+        device.check(resolve_batch(batch, states), states, f"{last}, replay {step}")
+
+
 def test_two_index_groups_run_on_two_streams_at_the_same_time() -> None:
     shape = Shape(top_k=512, hot_rows=1024, num_requests=16, num_pages=100, row_bytes=656)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

@@ -186,7 +186,7 @@ class MarkedSteps:
         state_row = self.resolve.inputs["state_row"].ctypes.data
         marks = HolderMarks(self.holders.ctypes.data, state_row, self.shape.num_state_rows)
         copy = self.resolve.params.copy
-        assert self.kernels.emulate_copy(ctypes.byref(copy), ctypes.byref(marks), 3) == 0
+        assert self.kernels.emulate_copy(ctypes.byref(copy), ctypes.byref(marks), 3, 1) == 0
 
     def invalidate(self, blocks: np.ndarray, rows: np.ndarray) -> None:
         """Frees what is held of some blocks and rows, found by holders."""

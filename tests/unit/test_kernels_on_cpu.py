@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from emulated import (
     HOPPER_SHARED_BYTES,
-    NO_MARKS,
     SM120_SHARED_BYTES,
     Emulated,
+    HolderMarks,
     aligned,
     compile_kernels,
 )
@@ -98,6 +98,78 @@ def test_stamps_go_on_behind_the_last_sixteen_bit_epoch(gap: int, kernels: ctype
     assert emulated.epoch.min() < 1000
 
 
+class CopyCase:
+    """Pools and a copy list in host memory; hot rows are distinct."""
+
+    def __init__(
+        self, host_rows: int, layers: int, row_bytes: int, rows: list[np.ndarray], interleaved: bool
+    ) -> None:
+        self.layers, self.row_bytes, self.rows = layers, row_bytes, rows
+        rng = np.random.default_rng(layers)
+        num_copies = sum(len(r) for r in rows)
+        requests, length, self.block_size = len(rows), max(len(r) for r in rows) + 1, 16
+        host = aligned((host_rows, layers, row_bytes), np.uint8, 0)
+        if not interleaved:
+            host = host.reshape(layers, host_rows, row_bytes)
+        host[...] = rng.integers(0, 256, host.shape, np.uint8)
+        self.by_layer = host.transpose(1, 0, 2) if interleaved else host
+        gpu_blocks = num_copies // self.block_size + 2
+        self.gpu = aligned((gpu_blocks, layers + 1, self.block_size, row_bytes), np.uint8, 7)
+        self.stride = self.block_size * (layers + 1)
+        places = rng.permutation(gpu_blocks * self.block_size)[:num_copies]
+        self.places = np.split(places, np.cumsum([len(r) for r in rows])[:-1])
+        self.host_row, self.hot_row = (np.full((requests, length), -1, np.int32) for _ in range(2))
+        self.count = np.array([len(r) for r in rows], np.int32)
+        for i, (own, taken) in enumerate(zip(rows, self.places, strict=True)):
+            self.host_row[i, : len(own)] = own
+            self.hot_row[i, : len(own)] = (
+                taken // self.block_size * self.stride + taken % self.block_size
+            )
+        self.params = _abi.CopyParams(
+            num_requests=requests,
+            num_layers=layers,
+            row_bytes=row_bytes,
+            copy_list_stride=length,
+            block_size=self.block_size,
+            block_stride_rows=self.stride,
+            host_row_stride=row_bytes * layers if interleaved else row_bytes,
+            gpu_block_stride=self.stride * row_bytes,
+            copy_host_row=self.host_row.ctypes.data,
+            copy_hot_row=self.hot_row.ctypes.data,
+            copy_count=self.count.ctypes.data,
+        )
+        for layer in range(layers):
+            self.params.host_layer[layer] = self.by_layer[layer].ctypes.data
+            self.params.gpu_layer[layer] = (
+                self.gpu.ctypes.data + layer * self.block_size * row_bytes
+            )
+
+    def check(self, kernels: ctypes.CDLL, blocks: int, *, sweeps: bool) -> None:
+        """Copies, and compares every byte of the GPU pool; marks holders on the way."""
+        expected = self.gpu.copy()
+        for own, taken in zip(self.rows, self.places, strict=True):
+            for layer in range(self.layers):
+                at = (taken // self.block_size, layer, taken % self.block_size)
+                expected[at] = self.by_layer[layer][own]
+        requests = len(self.rows)
+        state_row = np.arange(requests, dtype=np.int32)[::-1].copy()
+        host_blocks = int(max(max(own, default=0) for own in self.rows)) // self.block_size + 1
+        holders = np.zeros((host_blocks, (requests + 31) // 32), np.uint32)
+        marks = HolderMarks(holders.ctypes.data, state_row.ctypes.data, requests)
+        params, by = ctypes.byref(self.params), ctypes.byref(marks)
+        assert kernels.emulate_copy(params, by, blocks, int(sweeps)) == 0
+        np.testing.assert_array_equal(self.gpu, expected)
+        wanted = np.zeros_like(holders)
+        for own, held_by in zip(self.rows, state_row, strict=True):
+            wanted[own // self.block_size, held_by // 32] |= np.uint32(1 << held_by % 32)
+        np.testing.assert_array_equal(holders, wanted)
+
+
+def random_rows(rng: np.random.Generator, host_rows: int, counts: list[int]) -> list[np.ndarray]:
+    """Ascending host rows of each request."""
+    return [np.sort(rng.permutation(host_rows)[:n]) for n in counts]
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
     ("layers", "row_bytes", "requests", "blocks"),
@@ -107,42 +179,39 @@ def test_copies_move_every_row_of_the_list_and_nothing_else(
     interleaved: bool, layers: int, row_bytes: int, requests: int, blocks: int, kernels: ctypes.CDLL
 ) -> None:
     rng = np.random.default_rng(layers)
-    host_rows, gpu_blocks, block_size, length = 3000, 90, 16, 40
-    host = aligned((host_rows, layers, row_bytes), np.uint8, 0)
-    if not interleaved:
-        host = host.reshape(layers, host_rows, row_bytes)
-    host[...] = rng.integers(0, 256, host.shape, np.uint8)
-    by_layer = host.transpose(1, 0, 2) if interleaved else host
-    gpu = aligned((gpu_blocks, layers + 1, block_size, row_bytes), np.uint8, 7)
-    expected = gpu.copy()
-    stride = block_size * (layers + 1)
-    places = rng.permutation(gpu_blocks * block_size)
-    lists = [np.zeros((requests, length), np.int32) for _ in range(2)]
-    counts = np.zeros(requests, np.int32)
-    for request in range(requests):
-        n = min(int(rng.integers(0, length)), len(places))
-        taken, places = places[:n], places[n:]
-        counts[request] = n
-        lists[0][request, :n] = np.sort(rng.permutation(host_rows)[:n])
-        lists[1][request, :n] = taken // block_size * stride + taken % block_size
-        for layer in range(layers):
-            rows = by_layer[layer][lists[0][request, :n]]
-            expected[taken // block_size, layer, taken % block_size] = rows
-    params = _abi.CopyParams(
-        num_requests=requests,
-        num_layers=layers,
-        row_bytes=row_bytes,
-        copy_list_stride=length,
-        block_size=block_size,
-        block_stride_rows=stride,
-        host_row_stride=row_bytes * layers if interleaved else row_bytes,
-        gpu_block_stride=stride * row_bytes,
-        copy_host_row=lists[0].ctypes.data,
-        copy_hot_row=lists[1].ctypes.data,
-        copy_count=counts.ctypes.data,
-    )
-    for layer in range(layers):
-        params.host_layer[layer] = by_layer[layer].ctypes.data
-        params.gpu_layer[layer] = gpu.ctypes.data + layer * block_size * row_bytes
-    assert kernels.emulate_copy(ctypes.byref(params), ctypes.byref(NO_MARKS), blocks) == 0
-    np.testing.assert_array_equal(gpu, expected)
+    counts = [int(rng.integers(0, 40 if requests < 100 else 5)) for _ in range(requests)]
+    rows = random_rows(rng, 3000, counts)
+    for sweeps in (False, True):
+        case = CopyCase(3000, layers, row_bytes, rows, interleaved)
+        case.check(kernels, blocks, sweeps=sweeps)
+
+
+SWEEPS = {
+    # Every block gets tiles of its own, whatever it holds of each request.
+    "many requests": ([0, 300, 0, 0, 17, 900, 1, 400], 5000, 4, 1),
+    "two layers": ([700, 0, 800], 5000, 3, 2),
+    # More copies than a block holds at a time.
+    "several windows": ([9000, 9000, 500], 40_000, 2, 1),
+    # Too few for tiles of every block: sliced instead.
+    "few copies": ([100, 100], 5000, 16, 1),
+    "none": ([0, 0], 5000, 16, 1),
+}
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_move_every_row_of_the_list_and_nothing_else(
+    name: str, interleaved: bool, kernels: ctypes.CDLL
+) -> None:
+    counts, host_rows, blocks, layers = SWEEPS[name]
+    rows = random_rows(np.random.default_rng(2), host_rows, counts)
+    CopyCase(host_rows, layers, 16, rows, interleaved).check(kernels, blocks, sweeps=True)
+
+
+def test_rows_that_crowd_into_one_part_of_the_pool_are_copied(kernels: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(3)
+    far = 2_000_000
+    for crowd in (100, 3000):
+        # A bucket is a 4,096th of the pool: all but two rows fall into the first one or few.
+        rows = [*random_rows(rng, crowd, [crowd, crowd]), np.array([5, far - 1])]
+        CopyCase(far, 1, 16, rows, False).check(kernels, 2, sweeps=True)

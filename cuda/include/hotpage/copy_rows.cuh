@@ -3,13 +3,14 @@
 //
 // Contract: launched by copy_launch. Grid of any size, kCopyThreads threads a block. Reads the copy
 // list and the host rows over the bus; writes the hot rows. Caller's stream, graph-safe. The list
-// is cut into equal contiguous slices over all requests, one a block: inside a request it is
-// ordered by host row, so a block keeps to few pages of the host's address translation.
+// is cut into equal contiguous slices over all requests, one a block. Short rows that lie alone in
+// the host pool are copied in another order, by sweep_copies.cuh.
 #pragma once
 
 #include <cstdint>
 
 #include "hotpage/abi.h"
+#include "hotpage/check.cuh"
 #include "hotpage/holders.cuh"
 #include "hotpage/row_chunk.cuh"
 #include "hotpage/warp.cuh"
@@ -77,26 +78,44 @@ __device__ __forceinline__ uint32_t find_request(const uint32_t *first_of_reques
   return low;
 }
 
-__device__ __forceinline__ RowCopy find_copy(const CopyArgs &args, const uint32_t *first_of_request,
-                                             uint32_t num_copies, uint32_t item) {
-  const hotpage_copy_params &p = args.p;
-  const uint32_t num_layers = static_cast<uint32_t>(p.num_layers);
-  const uint32_t layer = args.layers_innermost ? item % num_layers : item / num_copies;
-  const uint32_t index = args.layers_innermost ? item / num_layers : item - layer * num_copies;
-  const uint32_t request = find_request(first_of_request, p.num_requests, index);
-  const int64_t at = int64_t{request} * p.copy_list_stride + (index - first_of_request[request]);
-  const int64_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[at];
-  const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[at];
-  if (args.marks.holders != 0 && layer == 0) {
-    const int32_t state_row = reinterpret_cast<const int32_t *>(args.marks.state_row)[request];
-    const int32_t host_block = static_cast<int32_t>(host_row) / p.block_size;
-    mark_holder(args.marks.holders, args.marks.num_state_rows, host_block, state_row);
-  }
+// Marks the holder of a copied row.
+__device__ __forceinline__ void mark_copy(const CopyArgs &args, int32_t host_row,
+                                          uint32_t request) {
+  const int32_t state_row = reinterpret_cast<const int32_t *>(args.marks.state_row)[request];
+  mark_holder(args.marks.holders, args.marks.num_state_rows, host_row / args.p.block_size,
+              state_row);
+}
+
+// Where the rows of a copy lie in one layer.
+__device__ __forceinline__ RowCopy rows_of(const hotpage_copy_params &p, uint32_t layer,
+                                           int64_t host_row, int32_t hot_row) {
+  HOTPAGE_CHECK(layer < static_cast<uint32_t>(p.num_layers) && host_row >= 0 && hot_row >= 0);
   const int32_t block = hot_row / p.block_stride_rows;
   const int64_t row_in_block = hot_row - block * p.block_stride_rows;
   return {p.host_layer[layer] + static_cast<uint64_t>(host_row * p.host_row_stride),
           p.gpu_layer[layer] +
               static_cast<uint64_t>(block * p.gpu_block_stride + row_in_block * p.row_bytes)};
+}
+
+// Copies chunks [first, end) of num_items rows with all warps of the block; find(item) is the copy
+// of a row.
+template <class Find>
+__device__ __forceinline__ void copy_chunks(const CopyArgs &args, uint32_t first, uint32_t end,
+                                            uint32_t num_items, Find &&find) {
+  const auto find_own = [&](uint32_t chunk) {
+    const uint32_t item = chunk * kRowsPerChunk + lane_id();
+    if (chunk >= end || lane_id() >= kRowsPerChunk || item >= num_items) return RowCopy{0, 0};
+    return find(item);
+  };
+  uint32_t chunk = first + warp_id();
+  RowCopy mine = find_own(chunk);
+  for (; chunk < end; chunk += kCopyWarps) {
+    // The next chunk's addresses arrive while this one's rows are on the bus.
+    const RowCopy next = find_own(chunk + kCopyWarps);
+    const uint32_t rows = min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk);
+    copy_chunk(args.units, mine, rows);
+    mine = next;
+  }
 }
 
 // Shared memory of a copy block.
@@ -105,29 +124,32 @@ struct CopyShared {
   WarpWords<kCopyWarps> totals;
 };
 
-// What a block does once the copy list is there.
-__device__ __forceinline__ void copy_slice(const CopyArgs &args, CopyShared *shared) {
-  const uint32_t *first_of_request = shared->first_of_request;
-  const uint32_t num_copies = sum_copy_counts(args.p, shared->first_of_request, &shared->totals);
-  const uint32_t num_items = num_copies * static_cast<uint32_t>(args.p.num_layers);
+// Copies this block's slice of the list.
+__device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t *first_of_request,
+                                           uint32_t num_copies) {
+  const hotpage_copy_params &p = args.p;
+  const uint32_t num_layers = static_cast<uint32_t>(p.num_layers);
+  const uint32_t num_items = num_copies * num_layers;
   const uint32_t num_chunks = (num_items + kRowsPerChunk - 1) / kRowsPerChunk;
   const uint32_t slice = (num_chunks + gridDim.x - 1) / gridDim.x;
-  const uint32_t end = min(num_chunks, (blockIdx.x + 1) * slice);
-
-  const auto find = [&](uint32_t chunk) {
-    const uint32_t item = chunk * kRowsPerChunk + lane_id();
-    if (chunk >= end || lane_id() >= kRowsPerChunk || item >= num_items) return RowCopy{0, 0};
-    return find_copy(args, first_of_request, num_copies, item);
+  const auto find = [&](uint32_t item) {
+    const uint32_t layer = args.layers_innermost ? item % num_layers : item / num_copies;
+    const uint32_t index = args.layers_innermost ? item / num_layers : item - layer * num_copies;
+    const uint32_t request = find_request(first_of_request, p.num_requests, index);
+    const int64_t place =
+        int64_t{request} * p.copy_list_stride + (index - first_of_request[request]);
+    const int32_t host_row = reinterpret_cast<const int32_t *>(p.copy_host_row)[place];
+    const int32_t hot_row = reinterpret_cast<const int32_t *>(p.copy_hot_row)[place];
+    if (args.marks.holders != 0 && layer == 0) mark_copy(args, host_row, request);
+    return rows_of(p, layer, host_row, hot_row);
   };
-  uint32_t chunk = blockIdx.x * slice + warp_id();
-  RowCopy mine = find(chunk);
-  for (; chunk < end; chunk += kCopyWarps) {
-    // The next chunk's addresses arrive while this one's rows are on the bus.
-    const RowCopy next = find(chunk + kCopyWarps);
-    const uint32_t rows = min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk);
-    copy_chunk(args.units, mine, rows);
-    mine = next;
-  }
+  copy_chunks(args, blockIdx.x * slice, min(num_chunks, (blockIdx.x + 1) * slice), num_items, find);
+}
+
+// What a block does once the copy list is there.
+__device__ __forceinline__ void copy_list(const CopyArgs &args, CopyShared *shared) {
+  const uint32_t num_copies = sum_copy_counts(args.p, shared->first_of_request, &shared->totals);
+  copy_slice(args, shared->first_of_request, num_copies);
 }
 
 // The kernels' bodies also run on a CPU, in tests; the launch does not.
@@ -141,7 +163,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
   // Orders the whole resolve, its copy list and counts included, before everything below.
   if (kAfterResolve) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  copy_slice(args, &shared);
+  copy_list(args, &shared);
 }
 
 #endif  // __CUDACC__

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "hotpage/check.cuh"
 #include "hotpage/launch.cuh"
 #include "hotpage/row_chunk.cuh"
 
@@ -36,6 +37,7 @@ struct Chunk {
 
 __device__ __forceinline__ Chunk load_chunk(const hotpage_pools_params &pools, uint32_t chunk) {
   static_assert(HOTPAGE_NUM_CHUNK_COLUMNS == 4, "a chunk is one 16-byte load");
+  HOTPAGE_CHECK(chunk < static_cast<uint32_t>(pools.num_chunks));
   const int4 c = __ldg(reinterpret_cast<const int4 *>(pools.chunks) + chunk);
   return {c.x, c.y, c.z, c.w};
 }
@@ -58,6 +60,7 @@ struct Layer {
 };
 
 __device__ __forceinline__ Layer load_layer(const hotpage_pools_params &pools, int layer) {
+  HOTPAGE_CHECK(layer >= 0 && layer < pools.num_layers);
   const int64_t *columns =
       reinterpret_cast<const int64_t *>(pools.layers) + int64_t{layer} * HOTPAGE_NUM_LAYER_COLUMNS;
   return {static_cast<uint64_t>(__ldg(columns + HOTPAGE_LAYER_GPU_ADDRESS)),

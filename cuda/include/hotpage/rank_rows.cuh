@@ -31,10 +31,12 @@ struct BucketMap {
 };
 
 // Turns bucket counts into the first rank of each bucket. Ends with a barrier; `totals` is free
-// for reuse after it.
-__device__ __forceinline__ void scan_buckets(uint32_t *buckets, WarpWords<kResolveWarps> *totals) {
+// for reuse after it. kThreads: of the block.
+template <int kThreads>
+__device__ __forceinline__ void scan_buckets(uint32_t *buckets,
+                                             WarpWords<kThreads / kWarpSize> *totals) {
   constexpr int kPieces = kRankBuckets / 4;
-  constexpr int kPerThread = (kPieces + kResolveThreads - 1) / kResolveThreads;
+  constexpr int kPerThread = (kPieces + kThreads - 1) / kThreads;
   uint4 *pieces = reinterpret_cast<uint4 *>(buckets);
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t sum = 0;

@@ -23,7 +23,9 @@
 
 namespace hotpage {
 
-template <int kEntries, int kStripes, bool kRanksInShared>
+// kPasses: passes of the block over a row whose top-k is exactly so many times kResolveThreads;
+// 0: the launch says how many, and the last one may be partial.
+template <int kEntries, int kStripes, bool kRanksInShared, int kPasses>
 class ResolveBlock {
  public:
   __device__ __forceinline__ ResolveBlock(const ResolveArgs &args, char *dynamic_shared)
@@ -46,6 +48,8 @@ class ResolveBlock {
         kRanksInShared ? reinterpret_cast<int32_t *>(memory + a.shared.bucketed) : copy_hot_row;
   }
 
+  // Empties table, claims and buckets. Reads nothing that another kernel writes.
+  __device__ __forceinline__ void clear_shared();
   __device__ __forceinline__ void run();
 
  private:
@@ -82,16 +86,22 @@ class ResolveBlock {
 #pragma unroll kUnroll
     for (int e = 0; e < kEntries; ++e) {
       if (row < rows) f(e, row, pass * kResolveThreads + static_cast<int>(threadIdx.x));
-      if (++pass == a.passes_per_row) pass = 0, ++row;
+      if (++pass == passes_per_row()) pass = 0, ++row;
     }
   }
+
+  __device__ __forceinline__ int passes_per_row() const {
+    return kPasses != 0 ? kPasses : a.passes_per_row;
+  }
+
+  // True if position i of a pass lies inside the top-k.
+  __device__ __forceinline__ bool in_topk(int i) const { return kPasses != 0 || i < p.top_k; }
 
   __device__ __forceinline__ void load_topk(int first);
   __device__ __forceinline__ bool find_rows();
   __device__ __forceinline__ int load_row_owner(int base) const;
   __device__ __forceinline__ void fill_padding_rows(int first_owner);
   __device__ __forceinline__ void fill_row(int row);
-  __device__ __forceinline__ void clear_shared();
   __device__ __forceinline__ const int32_t *hot_blocks() const;
   __device__ __forceinline__ uint32_t store_hot_table(int32_t first_block);
   __device__ __forceinline__ void load_pages();
@@ -107,6 +117,7 @@ class ResolveBlock {
   __device__ __forceinline__ void emit(bool dense);
 
   __device__ __forceinline__ int32_t hot_row(int hot_slot) const {
+    HOTPAGE_CHECK(hot_slot >= 0 && hot_slot < p.hot_rows);
     const int block = static_cast<int>(__umulhi(hot_slot, a.block_size_reciprocal));
     return hot_base[block] + hot_slot - block * p.copy.block_size;
   }
@@ -140,9 +151,9 @@ class ResolveBlock {
   Words *words;
 };
 
-#define HOTPAGE_RESOLVE(result)                             \
-  template <int kEntries, int kStripes, bool kRanksInShared> \
-  __device__ __forceinline__ result ResolveBlock<kEntries, kStripes, kRanksInShared>
+#define HOTPAGE_RESOLVE(result)                                          \
+  template <int kEntries, int kStripes, bool kRanksInShared, int kPasses> \
+  __device__ __forceinline__ result ResolveBlock<kEntries, kStripes, kRanksInShared, kPasses>
 
 // Starts the loads of the top-k and the lengths of up to max_rows_per_request rows.
 HOTPAGE_RESOLVE(void)::load_topk(int first) {
@@ -151,7 +162,7 @@ HOTPAGE_RESOLVE(void)::load_topk(int first) {
   lane_seq_len = has_row ? at_address<const int32_t>(p.seq_len)[first + lane] : 0;
   const int32_t *topk = at_address<const int32_t>(p.logical_topk);
   for_entries(p.max_rows_per_request, [&](int e, int row, int i) {
-    const bool inside = first + row < p.num_rows && i < p.top_k;
+    const bool inside = first + row < p.num_rows && in_topk(i);
     entries[e] = inside ? topk[(first + row) * p.logical_topk_stride + i] : kNothing;
   });
 }
@@ -167,7 +178,6 @@ HOTPAGE_RESOLVE(bool)::find_rows() {
   const int here = looks ? row_request[look] : -1;
   num_valid_rows = min(*at_address<const int32_t>(p.num_valid_rows), p.num_rows);
   load_topk(guess);
-  clear_shared();  // While the loads are under way.
   // Bit 0 is the row before the guess, bit 1 the guess.
   const unsigned mine = __ballot_sync(kFullWarp, here == request && look < num_valid_rows);
   num_rows = __ffs(static_cast<int>(~(mine >> 1))) - 1;
@@ -222,7 +232,6 @@ HOTPAGE_RESOLVE(void)::fill_padding_rows(int first_owner) {
   }
 }
 
-// Empties table, claims and buckets.
 HOTPAGE_RESOLVE(void)::clear_shared() {
   const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u), zeros = make_uint4(0, 0, 0, 0);
   uint4 *pieces = reinterpret_cast<uint4 *>(memory);
@@ -285,6 +294,7 @@ HOTPAGE_RESOLVE(void)::load_pages() {
 }
 
 HOTPAGE_RESOLVE(int32_t)::get_page(int page) const {
+  HOTPAGE_CHECK(page >= 0 && page < p.num_pages);
   if (a.shared.pages_in_shared) return pages[page];
   const int32_t *residency =
       at_address<const int32_t>(p.residency) + state_row * p.residency_stride;
@@ -314,7 +324,7 @@ HOTPAGE_RESOLVE(bool)::translate(uint32_t hot_flags) {
         is_waiting |= bit_of(e);
       }
     }
-    if (entry == kNothing && i < p.top_k) flags |= kSomeInvalid;
+    if (entry == kNothing && in_topk(i)) flags |= kSomeInvalid;
     entries[e] = entry;
   });
   words->flags.put(__reduce_or_sync(kFullWarp, flags));
@@ -344,13 +354,22 @@ HOTPAGE_RESOLVE(void)::settle() {
   __syncthreads();  // orders the whole union before it is searched
 }
 
-// Lists every row of the union that no hot slot holds once, in any order, in `sorted`; returns how
-// many there are, and puts their lowest and highest. Ends with a barrier.
+// Entries whose row has a hot slot get their physical row. Lists every other row of the union once,
+// in any order, in `sorted`; returns how many there are, and puts their lowest and highest. Ends
+// with a barrier.
 HOTPAGE_RESOLVE(uint32_t)::claim_misses() {
   uint32_t lowest = UINT32_MAX, highest = 0;
   for_entries(num_rows, [&](int e, int, int) {
     const uint32_t place = static_cast<uint32_t>(entries[e]);
-    const bool missed = (is_waiting & bit_of(e)) && table.hot_slots[place] == kNoHotSlot;
+    bool missed = false;
+    if (is_waiting & bit_of(e)) {
+      const uint16_t hot_slot = table.hot_slots[place];
+      missed = hot_slot == kNoHotSlot;
+      if (!missed) {
+        entries[e] = hot_row(hot_slot);
+        is_waiting &= ~bit_of(e);
+      }
+    }
     // Warps without a miss are done here.
     if (!__any_sync(kFullWarp, missed)) return;
     const bool claims = missed && table.claim(place);
@@ -378,7 +397,7 @@ HOTPAGE_RESOLVE(void)::rank_misses(uint32_t num_misses) {
     atomicAdd(&buckets[bucket_of(sorted[i])], 1u);
   }
   __syncthreads();  // orders the counts before they are summed
-  scan_buckets(buckets, &words->totals);
+  scan_buckets<kResolveThreads>(buckets, &words->totals);
   for (uint32_t i = threadIdx.x; i < num_misses; i += kResolveThreads) {
     const int32_t row = sorted[i];
     bucketed[atomicAdd(&buckets[bucket_of(row)], 1u)] = row;
@@ -417,6 +436,7 @@ HOTPAGE_RESOLVE(bool)::resolve_hot(bool has_region) {
     rank_misses(num_misses);
     num_copies = slots.take_victims(
         num_misses, words->oldest.min(), &words->victims, [&](uint32_t rank, int hot_slot) {
+          HOTPAGE_CHECK(rank < static_cast<uint32_t>(p.copy.copy_list_stride));
           const int32_t row = sorted[rank];
           slots.row_map[hot_slot] = row;
           uint32_t place;
@@ -454,7 +474,7 @@ HOTPAGE_RESOLVE(void)::emit(bool dense) {
       const uint16_t hot_slot = table.hot_slots[entries[e]];
       entries[e] = hot_slot == kNoHotSlot ? kNothing : hot_row(hot_slot);
     }
-    if (dense && i < p.top_k) physical[row * p.physical_topk_stride + i] = entries[e];
+    if (dense && in_topk(i)) physical[row * p.physical_topk_stride + i] = entries[e];
   });
   if (dense) {
     if (static_cast<int>(threadIdx.x) < num_rows) valid_counts[threadIdx.x] = p.top_k;
@@ -531,10 +551,10 @@ HOTPAGE_RESOLVE(void)::run() {
 // The kernel's body also runs on a CPU, in tests; the launch does not.
 #ifdef __CUDACC__
 
-template <int kEntries, int kStripes, bool kRanksInShared>
+template <int kEntries, int kStripes, bool kRanksInShared, int kPasses>
 __global__ void __launch_bounds__(kResolveThreads)
     resolve_kernel(const __grid_constant__ ResolveArgs args) {
-  using Block = ResolveBlock<kEntries, kStripes, kRanksInShared>;
+  using Block = ResolveBlock<kEntries, kStripes, kRanksInShared, kPasses>;
   extern __shared__ __align__(16) char dynamic_shared[];
   __shared__ typename Block::Words words;
 #if __CUDA_ARCH__ >= 900
@@ -543,6 +563,12 @@ __global__ void __launch_bounds__(kResolveThreads)
 #endif
   Block block(args, dynamic_shared);
   block.words = &words;
+  block.clear_shared();
+#if __CUDA_ARCH__ >= 900
+  // Orders everything that was enqueued before, the indexer's top-k above all, before the reads
+  // below. The launch lets this grid start while the last one ends.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   block.run();
 }
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "hotpage/check.cuh"
+
 namespace hotpage {
 
 constexpr int32_t kEmptyKey = -1;
@@ -56,6 +58,7 @@ struct RowTable {
   __device__ __forceinline__ uint32_t insert(int32_t host_row) const {
     uint32_t bucket = home_bucket(host_row);
     for (uint32_t tried = 1;; ++tried) {
+      HOTPAGE_CHECK(tried < num_places);
       if (tried % kBucketPlaces == 0) bucket = next_bucket(bucket);
       const uint32_t place = bucket * kBucketPlaces + (hash(host_row) + tried) % kBucketPlaces;
       const int32_t held = atomicCAS(&keys[place], kEmptyKey, host_row);

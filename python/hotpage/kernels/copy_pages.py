@@ -66,7 +66,8 @@ class _CopyPages:
             check_tensor(name, getattr(pages, name), dtype, shape, device)
             check_contiguous(name, getattr(pages, name))
         self._library, _ = usable_library(device)
-        self._tensors = (table, pages)
+        self.table = table
+        self._pages = pages
         self._max_pages = max_pages
         self.params = _abi.CopyPagesParams(
             host_block=pages.host_block.data_ptr(),

@@ -112,7 +112,8 @@ class Invalidate:
         self._bind_search(active, holders, device)
         self._bind_masks(masks)
         self._library, _ = usable_library(device)
-        self._tensors = (tuple(states), recycled, rewritten, active, holders, tuple(masks))
+        self.states = tuple(states)
+        self._tensors = (recycled, rewritten, active, holders, tuple(masks))
 
     @staticmethod
     def _check_states(states: Sequence[RowState], device: torch.device) -> None:

@@ -181,7 +181,8 @@ class LayerTable:
         chunks = build_chunks([(row[2], row[3]) for row in rows], self.row_bytes)
         self._layers = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self._chunks = torch.tensor(chunks, dtype=torch.int32, device=self.device)
-        self._keep = tuple(layers)
+        self.layers = tuple(layers)
+        """The layers, kept alive."""
         self.params = _abi.PoolsParams(
             num_layers=len(rows),
             num_chunks=len(chunks),

@@ -118,7 +118,8 @@ class MirrorRows:
             raise ConfigError(f"the mask is on {mask.words.device}, expected {device}")
         self._library, _ = usable_library(device)
         slot_row = torch.tensor(list(slots.slot_rows), dtype=torch.int32, device=device)
-        self._tensors = (table, slots, mask, slot_row)
+        self.table = table
+        self._tensors = (slots, mask, slot_row)
         self._max_tokens = slots.max_tokens
         self.params = _abi.MirrorRowsParams(
             resident_slot_stride=slots.resident_slot.stride(0),

@@ -8,6 +8,7 @@
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
+#include "hotpage/sweep_copies.cuh"
 
 using namespace hotpage;
 
@@ -16,11 +17,11 @@ namespace {
 constexpr int kDeadlock = -2;
 constexpr unsigned char kPoison = 0x5a;
 
-template <int kVariant>
+template <int kVariant, int kPasses>
 void resolve_body(void *argument) {
   constexpr ResolveCapacity v = kResolveVariants[kVariant];
   constexpr int kStripes = (v.hot_rows + kSlotsPerStripe - 1) / kSlotsPerStripe;
-  using Block = ResolveBlock<v.entries / kResolveThreads, kStripes, v.ranks_in_shared>;
+  using Block = ResolveBlock<v.entries / kResolveThreads, kStripes, v.ranks_in_shared, kPasses>;
   alignas(16) static char dynamic_shared[256 << 10];
   static typename Block::Words words;
   if (argument == nullptr) {
@@ -31,21 +32,31 @@ void resolve_body(void *argument) {
   }
   Block block(*static_cast<const ResolveArgs *>(argument), dynamic_shared);
   block.words = &words;
+  block.clear_shared();
   block.run();
 }
 
 void copy_body(void *argument) {
   static CopyShared shared;
-  copy_slice(*static_cast<const CopyArgs *>(argument), &shared);
+  copy_list(*static_cast<const CopyArgs *>(argument), &shared);
+}
+
+void sweep_body(void *argument) {
+  static SweepShared shared;
+  copy_swept(*static_cast<const CopyArgs *>(argument), &shared);
 }
 
 }  // namespace
 
 // Returns the variant that served the launch, -1 for none, kDeadlock.
 extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, unsigned seed) {
-  constexpr void (*kBodies[])(void *) = {resolve_body<0>, resolve_body<1>, resolve_body<2>,
-                                         resolve_body<3>, resolve_body<4>};
-  static_assert(sizeof(kBodies) / sizeof(kBodies[0]) == kNumResolveVariants, "one per variant");
+  // Bodies for any top-k and for one of two passes, as the launcher chooses them.
+  constexpr void (*kBodies[][kNumResolveVariants])(void *) = {
+      {resolve_body<0, 0>, resolve_body<1, 0>, resolve_body<2, 0>, resolve_body<3, 0>,
+       resolve_body<4, 0>},
+      {resolve_body<0, 2>, resolve_body<1, 2>, resolve_body<2, 2>, resolve_body<3, 2>,
+       resolve_body<4, 0>}};
+  const auto &bodies = kBodies[params->top_k == 2 * kResolveThreads ? 1 : 0];
   ResolveArgs args;
   const int variant = plan_resolve(*params, params->shared_limit_bytes - kStaticSharedBytes, &args);
   if (variant < 0) return variant;
@@ -53,9 +64,9 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
   std::iota(order.begin(), order.end(), 0u);
   std::shuffle(order.begin(), order.end(), std::mt19937(seed));
   for (const unsigned request : order) {
-    kBodies[variant](nullptr);
+    bodies[variant](nullptr);
     if (!cpu::run_block(kResolveThreads, request, static_cast<unsigned>(order.size()),
-                        seed + request, kBodies[variant], &args)) {
+                        seed + request, bodies[variant], &args)) {
       return kDeadlock;
     }
   }
@@ -63,10 +74,11 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
 }
 
 extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks *marks,
-                            unsigned num_blocks) {
+                            unsigned num_blocks, int sweeps) {
   CopyArgs args = plan_copy(*params, *marks);
+  const auto body = sweeps ? sweep_body : copy_body;
   for (unsigned index = 0; index < num_blocks; ++index) {
-    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
+    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, body, &args)) return kDeadlock;
   }
   return 0;
 }
