@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owns the digest of a copy list: 64 bits that are equal for equal host rows in equal order.
+//
+// Hot rows are left out: ranks may keep the same host row in different hot slots.
+#pragma once
+
+#include <cstdint>
+
+#include "hotpage/warp.cuh"
+
+namespace hotpage {
+
+// A bijection of 64-bit words in which every bit depends on every bit (the finaliser of splitmix64).
+__host__ __device__ __forceinline__ uint64_t mix_bits(uint64_t word) {
+  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ull;
+  word = (word ^ (word >> 27)) * 0x94d049bb133111ebull;
+  return word ^ (word >> 31);
+}
+
+// Sum over the warp's lanes; every lane gets it.
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    value += __shfl_sync(kFullWarp, value, lane_id() ^ step);
+  }
+  return value;
+}
+
+// Digest of one request's `count` host rows, by one warp; every lane gets it.
+__device__ __forceinline__ uint64_t digest_rows(const int32_t *host_rows, uint32_t count,
+                                                uint32_t salt) {
+  constexpr uint32_t kLoads = 8;
+  uint64_t sum = 0;
+  for (uint32_t base = lane_id(); base < count; base += kLoads * kWarpSize) {
+    int32_t rows[kLoads];
+    // All reads are under way before the first is used.
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      const uint32_t at = base + i * kWarpSize;
+      rows[i] = at < count ? __ldcg(host_rows + at) : 0;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      const uint32_t at = base + i * kWarpSize;
+      if (at < count) sum += mix_bits(uint64_t{at + 1} << 32 | static_cast<uint32_t>(rows[i]));
+    }
+  }
+  return mix_bits(warp_sum(sum) + mix_bits(uint64_t{salt} << 32 | count));
+}
+
+// What a request adds to the digest of a whole list: the sum over requests is a function of which
+// request has which digest.
+__host__ __device__ __forceinline__ uint64_t digest_of_request(uint64_t digest, uint32_t request) {
+  return mix_bits(digest + mix_bits(request + 1));
+}
+
+// The digest of all lists up to one whose requests add up to `sum`.
+__host__ __device__ __forceinline__ uint64_t append_digest(uint64_t so_far, uint64_t sum) {
+  return mix_bits(so_far) + sum;
+}
+
+}  // namespace hotpage
