@@ -325,7 +325,7 @@ class CooperativeBlock {
         publish_digest(channel(lane_id()), rank_, request, epoch, digest);
       }
     }
-    __syncwarp();
+    __syncwarp();  // no lane waits before every rank was told
     bool ok = compare(share, epoch, patience);
     if (ok && stands_for_rank()) ok = claim_gate(own(), lane_id(), epoch, patience);
     ok = __all_sync(kFullWarp, ok);
@@ -384,12 +384,13 @@ class CooperativeBlock {
     if (warp_id() == 0) {
       // Orders the block's writes, which the last barrier put before this, before the words.
       fence_system();
-      bool ok = is_shared;
       if (stands_for_rank()) {
         store_relaxed(&channel(lane_id())->done[rank_][blockIdx.x], done_word(epoch, is_shared));
-        const Patience patience(own(), p_.time_limit_ns);
-        ok = is_shared && await_done(own(), lane_id(), blockIdx.x, epoch, patience);
       }
+      __syncwarp();  // no lane waits before every rank was told
+      const Patience patience(own(), p_.time_limit_ns);
+      bool ok = is_shared;
+      if (ok && stands_for_rank()) ok = await_done(own(), lane_id(), blockIdx.x, epoch, patience);
       ok = __all_sync(kFullWarp, ok);
       // Orders what the other ranks wrote here before whatever follows the launch.
       fence_system();
@@ -418,9 +419,10 @@ class CooperativeBlock {
   // Makes sure that nobody writes here any more, then fetches every row.
   __device__ __forceinline__ void recover(uint32_t epoch) {
     if (warp_id() == 0) {
+      if (stands_for_rank()) store_relaxed(&channel(lane_id())->abort, 1);
+      __syncwarp();  // no lane waits before every rank was told
       bool lost = false;
       if (stands_for_rank()) {
-        store_relaxed(&channel(lane_id())->abort, 1);
         lost = !revoke_gate(own(), channel(lane_id()), rank_, lane_id(), gridDim.x, epoch,
                             p_.time_limit_ns);
       }
