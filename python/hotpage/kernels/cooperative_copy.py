@@ -163,8 +163,7 @@ class CooperativeCopy:
             raise ConfigError(f"rank is {rank}, expected 0 to {len(ranks) - 1}")
         if not 0 <= max_copy_blocks <= _abi.MAX_COOPERATIVE_BLOCKS:
             raise ConfigError(
-                f"max_copy_blocks is {max_copy_blocks}, expected 0 to "
-                f"{_abi.MAX_COOPERATIVE_BLOCKS}"
+                f"max_copy_blocks is {max_copy_blocks}, expected 0 to {_abi.MAX_COOPERATIVE_BLOCKS}"
             )
         if not 0 < time_limit_s < 1e9:
             raise ConfigError(f"time_limit_s is {time_limit_s}, expected a positive time")
