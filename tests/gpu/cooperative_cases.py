@@ -71,11 +71,16 @@ def _hot_rows(sizes: Sizes, count: np.ndarray, rng: np.random.Generator) -> np.n
 
 
 def make_ranks(
-    sizes: Sizes, rng: np.random.Generator, *, different: tuple[int, ...] = ()
+    sizes: Sizes,
+    rng: np.random.Generator,
+    *,
+    different: tuple[int, ...] = (),
+    same_hot: tuple[int, ...] = (),
 ) -> list[RankCase]:
     """Ranks with equal lists, except that the last rank has other rows for some requests.
 
-    Host pools differ in their first byte of each row, which is the rank.
+    Host pools differ in their first byte of each row, which is the rank. Hot rows differ, too, but
+    for the first of the requests `same_hot`.
     """
     shape = (sizes.host_rows, sizes.layers, sizes.row_bytes)
     if not sizes.interleaved:
@@ -93,8 +98,32 @@ def make_ranks(
                 own_row[request], own_count[request] = other_row[request], other_count[request]
         gpu = rng.integers(0, 256, gpu_shape, np.uint8)
         hot_row = _hot_rows(sizes, own_count, rng)
+        if ranks and same_hot:
+            # As after a tie that ranks broke differently: some requests are where they were.
+            hot_row = _with_same_hot(sizes, own_count, same_hot, ranks[0], rng)
         ranks.append(RankCase(own, gpu, own_row, hot_row, own_count))
     return ranks
+
+
+def _with_same_hot(
+    sizes: Sizes,
+    count: np.ndarray,
+    same: tuple[int, ...],
+    first: RankCase,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Hot rows of a rank that has those of the first rank for some requests."""
+    taken = [first.hot_row[r, : first.count[r]] for r in same if count[r] == first.count[r]]
+    block = np.arange(sizes.hot_blocks)[:, None] * sizes.block_stride_rows
+    free = np.setdiff1d(block + np.arange(sizes.block_size), np.concatenate(taken))
+    free = rng.permutation(free).astype(np.int32)
+    hot_row = np.full((sizes.requests, sizes.length), -7, np.int32)
+    for request, n in enumerate(count):
+        if request in same and n == first.count[request]:
+            hot_row[request, :n] = first.hot_row[request, :n]
+        else:
+            hot_row[request, :n], free = free[:n], free[n:]
+    return hot_row
 
 
 def agreed_requests(ranks: list[RankCase]) -> list[bool]:

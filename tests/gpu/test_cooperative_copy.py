@@ -40,6 +40,8 @@ from hotpage.kernels.replay_copy import ReplayCopy  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 SALT = 3
+# Places in a channel in 4-byte words, as channel.cuh has them.
+GATES_AT, DONE_AT, DIGESTS_AT = 640 // 4, 768 // 4, 4864 // 4
 SHAPES = {
     "two ranks, four layers": Sizes(
         requests=16, length=128, row_bytes=656, block_size=64, host_rows=4096, hot_blocks=40
@@ -64,7 +66,9 @@ def test_every_row_arrives_on_every_rank_and_is_fetched_by_one(name: str) -> Non
     before = [rank.channel.counts() for rank in ranks]
     rows, digest = [0] * sizes.ranks, before[0].digest
     for step in range(4):
-        cases = make_ranks(sizes, rng, different=(1,) if step == 2 else ())
+        different = (1,) if step == 2 else ()
+        same_hot = ((), (0,), (0, 1), tuple(range(sizes.requests)))[step]
+        cases = make_ranks(sizes, rng, different=different, same_hot=same_hot)
         load_all(ranks, cases)
         for rank in ranks:
             rank.launch()
@@ -146,11 +150,13 @@ class PlayedPeer:
         self.theirs = self.ranks[0].channel.memory.view(torch.int32)
         self.mine = self.ranks[1].channel.memory.view(torch.int32)
         n = self.sizes.requests
-        words = np.zeros((n, 4), np.uint32)
+        words = np.zeros((n, 8), np.uint32)
         words[:, 1::2] = self.epoch
-        for request, count in enumerate(self.cases[1].count):
-            digest = digest_of_rows(self.cases[1].host_row[request, :count], SALT)
-            words[request, 0], words[request, 2] = digest & 0xFFFFFFFF, digest >> 32
+        case = self.cases[1]
+        for request, count in enumerate(case.count):
+            for i, rows in enumerate((case.host_row, case.hot_row)):
+                digest = digest_of_rows(rows[request, :count], SALT)
+                words[request, 4 * i], words[request, 4 * i + 2] = digest & 0xFFFFFFFF, digest >> 32
         # Everything is on the device before the launch, which must not be waited for.
         self.words = torch.from_numpy(words.view(np.int32).reshape(-1)).to(DEVICE)
         ready, claimed, done, failed = (
@@ -166,9 +172,9 @@ class PlayedPeer:
         self.rows = torch.from_numpy(expected_gpu(self.sizes, self.cases, 0)).to(DEVICE)
         self.pinned = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         self.ended = torch.cuda.Event()
-        self._put(self.mine[1000:1008], ready)
-        self._look(self.mine[1000:1008])
-        self._put(self.mine[1000:1008], torch.zeros_like(ready))
+        self._put(self.mine[1100:1108], ready)
+        self._look(self.mine[1100:1108])
+        self._put(self.mine[1100:1108], torch.zeros_like(ready))
 
     def _put(self, at, value) -> None:
         with torch.cuda.stream(self.side):
@@ -186,17 +192,20 @@ class PlayedPeer:
         self.ended.record(self.ranks[0].stream)
 
     def say_ready(self) -> None:
-        """Gate and digests; int32 words of the channel, as channel.cuh lays them out."""
-        first = 1088 + 4096
+        """Gate and digests."""
+        first = DIGESTS_AT + 1024 * 8
         self._put(self.theirs[first : first + self.words.numel()], self.words)
-        self._put(self.theirs[33:34], self.values["ready"][:1])
+        self._put(self.theirs[GATES_AT + 1 : GATES_AT + 2], self.values["ready"][:1])
 
     def say_done(self, word: str, first: int, end: int) -> None:
-        self._put(self.theirs[64 + 128 + first : 64 + 128 + end], self.values[word][: end - first])
+        self._put(
+            self.theirs[DONE_AT + 128 + first : DONE_AT + 128 + end],
+            self.values[word][: end - first],
+        )
 
     def wait_until_written(self) -> None:
         deadline = time.monotonic() + 10
-        while self._look(self.mine[64:72]) != [self.epoch << 1] * 8:
+        while self._look(self.mine[DONE_AT : DONE_AT + 8]) != [self.epoch << 1] * 8:
             assert time.monotonic() < deadline, "rank 0 does not end its writes"
 
     def write_rows(self) -> None:
@@ -209,10 +218,12 @@ def test_a_launch_does_not_end_before_every_block_of_the_other_rank_is_done() ->
     peer = PlayedPeer()
     peer.launch()
     time.sleep(0.05)
-    assert peer._look(peer.mine[64:72]) == [2] * 8, "rank 0 has written before rank 1 was ready"
+    assert peer._look(peer.mine[DONE_AT : DONE_AT + 8]) == [2] * 8, (
+        "rank 0 has written before rank 1 was ready"
+    )
     peer.say_ready()
     peer.wait_until_written()
-    assert peer._look(peer.theirs[33:34]) == [peer.epoch << 2 | 2]
+    assert peer._look(peer.theirs[GATES_AT + 1 : GATES_AT + 2]) == [peer.epoch << 2 | 2]
     peer.write_rows()
     peer.say_done("done", 0, 7)
     time.sleep(0.05)
@@ -232,7 +243,7 @@ def test_a_rank_that_fails_leaves_the_other_with_all_its_rows_in_bounded_time(en
         peer.say_ready()
         peer.wait_until_written()
         # As if rank 1 had begun to write: its leave cannot be taken back.
-        peer._put(peer.mine[32:33], peer.values["claimed"][:1])
+        peer._put(peer.mine[GATES_AT : GATES_AT + 1], peer.values["claimed"][:1])
     if ends == "failed":
         peer.say_done("failed", 0, 8)
     torch.cuda.synchronize()

@@ -458,9 +458,9 @@ typedef struct hotpage_invalidate_params {
  * belongs to cooperative_copy. All launches of a channel are on one stream, in the same order on
  * every rank.
  */
-#define HOTPAGE_CHANNEL_BYTES 135424
+#define HOTPAGE_CHANNEL_BYTES 267008
 enum {
-  /* Launches in which every rank took part. */
+  /* Launches for which the ranks met. */
   HOTPAGE_CHANNEL_SHARED_LAUNCHES = 0,
   /* Launches after a failure: every row was fetched by the rank itself. */
   HOTPAGE_CHANNEL_PRIVATE_LAUNCHES = 1,

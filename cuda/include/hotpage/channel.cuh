@@ -6,17 +6,18 @@
 // memory and writes into others'. One launch, between any two ranks A and B:
 //
 //   ready     A is past everything that was enqueued before, so its hot slots may be written. It
-//             says so at B: its gate becomes kReady, and each request's digest follows.
-//   claimed   B has seen the digests and the gates of all ranks, and swaps A's gate, which lies in
-//             B's memory, from kReady to kClaimed: from here on B may write to A.
+//             says so at B: its gate becomes kReady, and each request's digests follow.
+//   claimed   B swaps A's gate, which lies in B's memory, from kReady to kClaimed. A block of B that
+//             has done so for all ranks, and has seen all of their digests, may write to A.
 //   revoked   A gave up waiting and swapped its gate at B from kReady to kRevoked: B will not write.
 //             One of the two swaps wins, so a rank that gives up knows whether B may be writing.
 //   done      a block of B has ended: its writes to A are seen by whoever sees its word.
 //
 // A launch of A ends normally once every rank's blocks are done; no rank is then a whole launch
-// ahead, so a word is never overwritten before it was read. If A gives up, it revokes every gate,
-// waits for those who had claimed one, and fetches all rows itself; the same ends the launch of the
-// others, by their time limit, by A's abort word, or by a block of A that is done without success.
+// ahead, so a word is never overwritten before it was read. A block of A that gives up revokes every
+// gate, waits for those who had claimed one, and fetches all rows of the launch itself; the same
+// ends the launch of the others, by their time limit, by A's abort word, or by a block of A that is
+// done without success.
 #pragma once
 
 #include <cstdint>
@@ -28,24 +29,24 @@ namespace hotpage {
 
 constexpr uint32_t kMaxRanks = HOTPAGE_MAX_RANKS;
 constexpr uint32_t kMaxCooperativeBlocks = HOTPAGE_MAX_COOPERATIVE_BLOCKS;
+constexpr uint32_t kDigestWords = 4;
 
 struct Channel {
   uint64_t counters[HOTPAGE_NUM_CHANNEL_COUNTERS];
   // This rank's own.
-  uint32_t epoch;          // of the last launch that ended
-  uint32_t num_ended;      // blocks of this launch that have ended
-  uint32_t launch_failed;  // some block of this launch gave up
-  uint32_t failed;         // some launch failed: this rank fetches alone
-  // Written by any rank that gave up.
+  uint32_t epoch[kMaxCooperativeBlocks];  // [block]: of the last launch that it ended
+  uint32_t failed;                        // epoch of the launch that failed; 0: none
+  // Written by any rank that gave up, this one included.
   uint32_t abort;
-  uint32_t padding[11];
+  uint32_t padding[14];
   // [rank]: gate of that rank.
   uint32_t gate[kMaxRanks];
   uint32_t more_padding[24];
   // [rank][block].
   uint32_t done[kMaxRanks][kMaxCooperativeBlocks];
-  // [rank][request]: the epoch in the upper half of both words, the digest in their lower halves.
-  uint64_t digest[kMaxRanks][HOTPAGE_MAX_REQUESTS][2];
+  // [rank][request]: the epoch in the upper half of every word; in the lower halves the digest of
+  // the host rows, lower half first, then that of the hot rows.
+  uint64_t digest[kMaxRanks][HOTPAGE_MAX_REQUESTS][kDigestWords];
 };
 static_assert(sizeof(Channel) == HOTPAGE_CHANNEL_BYTES, "abi.h says how large a channel is");
 
@@ -76,22 +77,33 @@ struct Patience {
   }
 };
 
-__device__ __forceinline__ void publish_digest(Channel *at, uint32_t rank, uint32_t request,
-                                               uint32_t epoch, uint64_t digest) {
-  uint64_t *words = at->digest[rank][request];
-  store_relaxed(words, uint64_t{epoch} << 32 | static_cast<uint32_t>(digest));
-  store_relaxed(words + 1, uint64_t{epoch} << 32 | digest >> 32);
-}
+// Digests of a request's host rows and of its hot rows.
+struct Digests {
+  uint64_t host;
+  uint64_t hot;
 
-// Waits for a request's digest of this epoch; false if the wait is over without it.
-__device__ __forceinline__ bool await_digest(const Channel *own, uint32_t rank, uint32_t request,
-                                             uint32_t epoch, const Patience &patience,
-                                             uint64_t *digest) {
-  const uint64_t *words = own->digest[rank][request];
+  // What word `which` of a channel says of them.
+  __device__ __forceinline__ uint64_t word(uint32_t which, uint32_t epoch) const {
+    const uint64_t digest = which < 2 ? host : hot;
+    return uint64_t{epoch} << 32 | static_cast<uint32_t>(which % 2 == 0 ? digest : digest >> 32);
+  }
+};
+
+// Waits for a request's digests of this epoch; false if the wait is over without them.
+__device__ __forceinline__ bool await_digests(const Channel *own, uint32_t rank, uint32_t request,
+                                              uint32_t epoch, const Patience &patience,
+                                              Digests *digests) {
+  const uint64_t *at = own->digest[rank][request];
   for (;;) {
-    const uint64_t low = load_relaxed(words), high = load_relaxed(words + 1);
-    *digest = high << 32 | static_cast<uint32_t>(low);
-    if (low >> 32 == epoch && high >> 32 == epoch) return true;
+    uint64_t words[kDigestWords];
+    bool all = true;
+#pragma unroll
+    for (uint32_t i = 0; i < kDigestWords; ++i) words[i] = load_relaxed(at + i);
+#pragma unroll
+    for (uint32_t i = 0; i < kDigestWords; ++i) all = all && words[i] >> 32 == epoch;
+    *digests = {words[1] << 32 | static_cast<uint32_t>(words[0]),
+                words[3] << 32 | static_cast<uint32_t>(words[2])};
+    if (all) return true;
     if (patience.is_over()) return false;
   }
 }

@@ -7,10 +7,12 @@
 // ranks, and the channels. Caller's stream, graph-safe. What the words mean: channel.cuh.
 //
 // Of a request's misses, ordered by host row, rank r fetches those whose index plus request number
-// is r modulo the ranks: every rank knows its own without asking, so its first rows are on the bus
-// while the first warp of each block, which copies nothing, meets the other ranks. Requests whose
-// lists differ between ranks are fetched by each rank for itself, on all ranks alike because all
-// compare the same digests.
+// is r modulo the ranks. Requests whose lists differ between ranks are fetched by each rank for
+// itself, on all ranks alike because all compare the same digests. Ranks may keep a row in different
+// hot slots: only then are another rank's hot rows read.
+//
+// The ranks meet before the first row is read: reads that fill the bus hold up everything behind
+// them, the words of the meeting too.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +25,6 @@ namespace hotpage {
 
 constexpr int kCooperativeThreads = 512;
 constexpr int kCooperativeWarps = kCooperativeThreads / kWarpSize;
-constexpr uint32_t kFetchWarps = kCooperativeWarps - 1;
 static_assert(kMaxRequests == 2 * kCooperativeThreads, "a thread takes two requests");
 static_assert(kMaxRanks * kRowsPerChunk <= kWarpSize, "a lane holds one rank's target of a row");
 
@@ -42,13 +43,13 @@ inline CooperativeArgs plan_cooperative(const hotpage_cooperative_copy_params &p
 }
 
 struct CooperativeShared {
+  uint64_t entry_sum[kCooperativeWarps][2];  // each warp's part of a request's sums, host and hot
+  uint64_t list_sum[kCooperativeWarps];      // each warp's part of the list's digest
   uint32_t first_of_request[kMaxRequests];
-  uint32_t agreed[kMaxRequests / 32];  // bit r % 32 of word r / 32: all ranks list the same rows
+  uint32_t agreed[kMaxRequests / 32];    // bit r % 32 of word r / 32: all ranks list the same rows
+  uint32_t same_hot[kMaxRequests / 32];  // and keep them in the same hot rows
+  uint32_t num_different;                // requests that are not agreed on
   WarpWords<kCooperativeWarps> totals;
-  uint32_t is_shared;  // this block may write to the other ranks
-  uint32_t differs;    // some request is not agreed on
-  uint32_t is_last;    // this block ended last
-  uint32_t recovers;   // and some block of the launch gave up
 };
 
 // Which of a request's misses are meant: those that this rank fetches for all, the others, or all.
@@ -78,14 +79,6 @@ struct Share {
   }
 };
 
-// A row of one layer that a warp copies; every lane that holds it knows this much.
-struct Fetch {
-  uint64_t source;  // 0: none
-  int64_t place;    // in the copy list
-  uint32_t request;
-  uint32_t layer;
-};
-
 class CooperativeBlock {
  public:
   __device__ __forceinline__ CooperativeBlock(const CooperativeArgs &args,
@@ -94,11 +87,13 @@ class CooperativeBlock {
         num_ranks_(static_cast<uint32_t>(args.p.num_ranks)) {}
 
   __device__ __forceinline__ void run() {
-    // OK to read unordered: only the last block of an earlier launch writes it.
-    if (own()->failed != 0) {
+    const uint32_t epoch = epoch_after(own()->epoch[blockIdx.x]);
+    const uint32_t failed = load_relaxed(&own()->failed);
+    // A block of this launch that failed does not keep the others from telling their peers.
+    if (failed != 0 && failed != epoch) {
       run_alone();
     } else {
-      run_shared(epoch_after(own()->epoch));
+      run_shared(epoch);
     }
   }
 
@@ -117,6 +112,9 @@ class CooperativeBlock {
   }
   __device__ __forceinline__ bool is_agreed(uint32_t request) const {
     return s_->agreed[request / 32] >> request % 32 & 1;
+  }
+  __device__ __forceinline__ bool is_same_hot(uint32_t request) const {
+    return s_->same_hot[request / 32] >> request % 32 & 1;
   }
   __device__ __forceinline__ uint32_t count_of(uint32_t request) const {
     return static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p_.copy.copy_count)[request]);
@@ -147,44 +145,48 @@ class CooperativeBlock {
     return total;
   }
 
-  // Lane l looks after row l % 4 of a chunk, for rank l / 4.
-  __device__ __forceinline__ Fetch find(const Share &share, uint32_t num_rows, uint32_t chunk,
-                                        uint32_t end) const {
+  // Lane l looks after row l % 4 of a chunk, for rank l / 4: where it comes from, the same for all
+  // ranks, and where it goes on that rank. To this rank alone unless is_shared.
+  __device__ __forceinline__ RowCopy find(const Share &share, uint32_t num_rows, bool is_shared,
+                                          uint32_t chunk, uint32_t end) const {
     const uint32_t num_layers = static_cast<uint32_t>(p_.copy.num_layers);
     const uint32_t item = chunk * kRowsPerChunk + lane_id() % kRowsPerChunk;
-    if (chunk >= end || item >= num_rows * num_layers) return {0, 0, 0, 0};
+    if (chunk >= end || item >= num_rows * num_layers) return {0, 0};
     const uint32_t layer = args_.layers_innermost ? item % num_layers : item / num_rows;
     const uint32_t number = args_.layers_innermost ? item / num_layers : item - layer * num_rows;
     const uint32_t request = find_request(s_->first_of_request, p_.copy.num_requests, number);
     const uint32_t index = share.index(request, number - s_->first_of_request[request]);
     const int64_t place = int64_t{request} * p_.copy.copy_list_stride + index;
-    const int64_t host_row = reinterpret_cast<const int32_t *>(p_.copy.copy_host_row)[place];
+    const int64_t host_row =
+        __ldcg(reinterpret_cast<const int32_t *>(p_.copy.copy_host_row) + place);
     const uint64_t source =
         p_.copy.host_layer[layer] + static_cast<uint64_t>(host_row * p_.copy.host_row_stride);
-    return {source, place, request, layer};
+    const uint32_t rank = static_cast<uint32_t>(lane_id()) / kRowsPerChunk;
+    const bool goes_there =
+        rank == rank_ || (is_shared && rank < num_ranks_ && is_agreed(request));
+    return {source, goes_there ? target_of(rank, request, place, layer) : 0};
   }
 
-  // Where the lane's row goes on the lane's rank; 0: nowhere.
-  __device__ __forceinline__ uint64_t target_of(const Fetch &fetch, bool is_shared) const {
-    const uint32_t rank = static_cast<uint32_t>(lane_id()) / kRowsPerChunk;
-    if (fetch.source == 0 || rank >= num_ranks_) return 0;
-    if (rank != rank_ && !(is_shared && is_agreed(fetch.request))) return 0;
-    const int32_t hot_row =
-        __ldcg(reinterpret_cast<const int32_t *>(p_.hot_row[rank]) + fetch.place);
+  // Where a place of the list goes on a rank.
+  __device__ __forceinline__ uint64_t target_of(uint32_t rank, uint32_t request, int64_t place,
+                                                uint32_t layer) const {
+    const uint64_t hot_rows =
+        rank == rank_ || is_same_hot(request) ? p_.copy.copy_hot_row : p_.hot_row[rank];
+    const int32_t hot_row = __ldcg(reinterpret_cast<const int32_t *>(hot_rows) + place);
     const int32_t block = hot_row / p_.copy.block_stride_rows;
     const int64_t row_in_block = hot_row - block * p_.copy.block_stride_rows;
-    return p_.gpu_layer[rank * HOTPAGE_MAX_GROUP_LAYERS + fetch.layer] +
+    return p_.gpu_layer[rank * HOTPAGE_MAX_GROUP_LAYERS + layer] +
            static_cast<uint64_t>(block * p_.copy.gpu_block_stride +
                                  row_in_block * p_.copy.row_bytes);
   }
 
   // Reads the chunk's units from number `base` on; all reads are under way when this returns.
-  __device__ __forceinline__ void read(const Fetch &fetch, uint32_t base, uint4 *held) const {
+  __device__ __forceinline__ void read(uint64_t my_source, uint32_t base, uint4 *held) const {
 #pragma unroll
     for (int i = 0; i < kUnitsPerLane; ++i) {
       const uint32_t unit = base + i * kWarpSize + lane_id();
       const uint32_t row = args_.units.row_of(unit);
-      const uint64_t source = __shfl_sync(kFullWarp, fetch.source, row % kRowsPerChunk);
+      const uint64_t source = __shfl_sync(kFullWarp, my_source, row % kRowsPerChunk);
       const uint32_t offset = (unit - row * args_.units.per_row) * kUnitBytes;
       if (row < kRowsPerChunk && source != 0) {
         held[i] = __ldcg(reinterpret_cast<const uint4 *>(source + offset));
@@ -218,49 +220,35 @@ class CooperativeBlock {
     }
   }
 
-  // Copies chunks from `chunk` on, the first of which is found and its first units read.
+  // Copies this block's chunks of a share, with all warps. All chunks of the share if `by_one`.
   __device__ __forceinline__ void copy(const Share &share, uint32_t num_rows, bool is_shared,
-                                       uint32_t chunk, uint32_t end, Fetch fetch, uint4 *held) const {
-    const uint32_t num_units = kRowsPerChunk * args_.units.per_row;
-    constexpr uint32_t kUnitsAtOnce = kWarpSize * kUnitsPerLane;
-    while (chunk < end) {
-      const uint64_t my_target = target_of(fetch, is_shared);
-      // The next chunk's addresses arrive while this one's rows are on the bus.
-      const Fetch next = find(share, num_rows, chunk + kFetchWarps, end);
-      write_all(my_target, is_shared, 0, held);
-      for (uint32_t base = kUnitsAtOnce; base < num_units; base += kUnitsAtOnce) {
-        read(fetch, base, held);
-        write_all(my_target, is_shared, base, held);
-      }
-      fetch = next;
-      chunk += kFetchWarps;
-      if (chunk < end) read(fetch, 0, held);
-    }
-  }
-
-  // Chunks [*chunk, returned) of this block, *chunk the warp's first one. All of them if `by_one`.
-  __device__ __forceinline__ uint32_t slice_of(uint32_t num_rows, bool by_one,
-                                               uint32_t *chunk) const {
+                                       bool by_one) const {
     const uint32_t num_items = num_rows * static_cast<uint32_t>(p_.copy.num_layers);
     const uint32_t num_chunks = (num_items + kRowsPerChunk - 1) / kRowsPerChunk;
     const uint32_t slice = by_one ? num_chunks : (num_chunks + gridDim.x - 1) / gridDim.x;
     const uint32_t first = by_one ? 0 : blockIdx.x * slice;
-    *chunk = first + warp_id() - 1;
-    return min(num_chunks, first + slice);
+    const uint32_t end = min(num_chunks, first + slice);
+    const uint32_t num_units = kRowsPerChunk * args_.units.per_row;
+    constexpr uint32_t kUnitsAtOnce = kWarpSize * kUnitsPerLane;
+    uint32_t chunk = first + warp_id();
+    RowCopy mine = find(share, num_rows, is_shared, chunk, end);
+    for (; chunk < end; chunk += kCooperativeWarps) {
+      // The next chunk's addresses arrive while this one's rows are on the bus.
+      const RowCopy next = find(share, num_rows, is_shared, chunk + kCooperativeWarps, end);
+      for (uint32_t base = 0; base < num_units; base += kUnitsAtOnce) {
+        uint4 held[kUnitsPerLane];
+        read(mine.source, base, held);
+        write_all(mine.target, is_shared, base, held);
+      }
+      mine = next;
+    }
   }
 
-  // Copies a share to this rank, with all fetching warps. Begins and ends with barriers.
+  // Copies a share to this rank. Begins and ends with barriers.
   __device__ __forceinline__ void copy_to_self(Part part, bool without_agreed, bool by_one) {
     const Share share = {part, rank_, num_ranks_};
     const uint32_t num_rows = sum_share(share, without_agreed);
-    if (warp_id() != 0) {
-      uint32_t chunk;
-      const uint32_t end = slice_of(num_rows, by_one, &chunk);
-      uint4 held[kUnitsPerLane];
-      const Fetch fetch = find(share, num_rows, chunk, end);
-      if (chunk < end) read(fetch, 0, held);
-      copy(share, num_rows, false, chunk, end, fetch, held);
-    }
+    copy(share, num_rows, false, by_one);
     __syncthreads();  // orders the last search before the sums change
   }
 
@@ -270,7 +258,7 @@ class CooperativeBlock {
     for (uint32_t request = blockIdx.x; request < num_requests(); request += gridDim.x) {
       const uint32_t count = count_of(request);
       const int32_t state_row = reinterpret_cast<const int32_t *>(p_.state_row)[request];
-      for (uint32_t i = threadIdx.x - kWarpSize; i < count; i += kFetchWarps * kWarpSize) {
+      for (uint32_t i = threadIdx.x; i < count; i += kCooperativeThreads) {
         const int32_t host_block = host_rows_of(request)[i] / p_.copy.block_size;
         mark_holder(p_.holders, p_.num_state_rows, host_block, state_row);
       }
@@ -281,106 +269,136 @@ class CooperativeBlock {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       own()->counters[HOTPAGE_CHANNEL_PRIVATE_LAUNCHES] += 1;
     }
-    if (warp_id() != 0) mark_holders();
+    mark_holders();
     copy_to_self(Part::kAll, false, false);
   }
 
   __device__ __forceinline__ void run_shared(uint32_t epoch) {
     const Patience patience(own(), p_.time_limit_ns);
     const Share share = {Part::kOwn, rank_, num_ranks_};
+    publish(epoch);
     const uint32_t num_rows = sum_share(share, false);
-    uint32_t chunk;
-    const uint32_t end = slice_of(num_rows, false, &chunk);
-    uint4 held[kUnitsPerLane];
-    Fetch fetch = {0, 0, 0, 0};
-    if (warp_id() == 0) {
-      meet(share, epoch, patience);
-    } else {
-      fetch = find(share, num_rows, chunk, end);
-      if (chunk < end) read(fetch, 0, held);
-      mark_holders();
-    }
-    __syncthreads();  // orders what the ranks agreed on before the first write
-    const bool is_shared = s_->is_shared != 0;
-    if (is_shared && warp_id() != 0) copy(share, num_rows, true, chunk, end, fetch, held);
+    const bool is_shared = compare(epoch, patience);
+    if (is_shared) copy(share, num_rows, true, false);
+    mark_holders();
     __syncthreads();  // orders the last search before other sums, and all writes before the end
     // The others' share of requests that are not agreed on.
-    if (is_shared && s_->differs != 0) copy_to_self(Part::kOthers, true, false);
-    end_block(epoch, is_shared);
-    if (s_->is_last != 0) end_launch(epoch);
+    if (is_shared && s_->num_different != 0) copy_to_self(Part::kOthers, true, false);
+    const bool ok = end_block(epoch, is_shared);
+    if (blockIdx.x == 0) count_launch(share, ok);
+    if (!ok) recover(epoch);
+    end_epoch(epoch);
   }
 
-  // First warp. Tells the other ranks what this one lists and learns what they do.
-  __device__ __forceinline__ void meet(const Share &share, uint32_t epoch,
-                                       const Patience &patience) {
+  // Tells the other ranks that this one is ready, and what the requests that this block looks after
+  // list. Ends with a barrier.
+  __device__ __forceinline__ void publish(uint32_t epoch) {
     // Orders the list and the end of every earlier reader of hot slots, both of which the stream
     // put before this launch, before the words that say so.
     fence_system();
-    if (blockIdx.x == 0 && stands_for_rank()) {
+    if (blockIdx.x == 0 && warp_id() == kCooperativeWarps - 1 && stands_for_rank()) {
       store_relaxed(&channel(lane_id())->gate[rank_], gate_word(epoch, kReady));
     }
-    for (uint32_t request = blockIdx.x; request < num_requests(); request += gridDim.x) {
-      const uint64_t digest = digest_rows(host_rows_of(request), count_of(request), p_.salt);
-      if (static_cast<uint32_t>(lane_id()) < num_ranks_) {
-        publish_digest(channel(lane_id()), rank_, request, epoch, digest);
+    if (threadIdx.x == 0) s_->num_different = 0;
+    const uint32_t all = num_requests();
+    const uint32_t num_own = all > blockIdx.x ? (all - blockIdx.x - 1) / gridDim.x + 1 : 0;
+    // So many warps share a request that all requests are under way at once, where they can be.
+    const uint32_t num_parts =
+        num_own > 8 ? 1 : num_own > 4 ? 2 : num_own > 2 ? 4 : num_own > 1 ? 8 : 16;
+    const uint32_t at_once = kCooperativeWarps / num_parts;
+    for (uint32_t first = 0; first < num_own; first += at_once) {
+      sum_lists(first + warp_id() / num_parts, num_own, num_parts);
+      __syncthreads();  // orders the parts before they are added
+      const uint32_t number = first + warp_id();
+      if (static_cast<uint32_t>(warp_id()) < at_once && number < num_own) {
+        publish_request(blockIdx.x + number * gridDim.x, num_parts, epoch);
+      }
+      __syncthreads();  // orders the parts before the next ones replace them
+    }
+  }
+
+  // Puts this warp's part of the sums of a request, the block's own request of that number.
+  __device__ __forceinline__ void sum_lists(uint32_t number, uint32_t num_own,
+                                            uint32_t num_parts) {
+    if (number >= num_own) return;
+    const uint32_t request = blockIdx.x + number * gridDim.x;
+    const uint32_t count = count_of(request);
+    const uint32_t length = static_cast<uint32_t>(p_.copy.copy_list_stride);
+    const uint32_t first = warp_id() % num_parts * kWarpSize + lane_id();
+    const uint32_t step = num_parts * kWarpSize;
+    const int32_t *hot_rows = reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
+                              int64_t{request} * p_.copy.copy_list_stride;
+    const uint64_t host = sum_entries(host_rows_of(request), length, count, first, step);
+    const uint64_t hot = sum_entries(hot_rows, length, count, first, step);
+    const uint64_t host_sum = warp_sum(host), hot_sum = warp_sum(hot);
+    if (lane_id() != 0) return;
+    s_->entry_sum[warp_id()][0] = host_sum;
+    s_->entry_sum[warp_id()][1] = hot_sum;
+  }
+
+  // One warp, whose number is that of the request among those under way. Lane l stores word l % 4 of
+  // the request's digests at rank l / 4.
+  __device__ __forceinline__ void publish_request(uint32_t request, uint32_t num_parts,
+                                                  uint32_t epoch) {
+    static_assert(kMaxRanks * kDigestWords == kWarpSize, "a lane stores one word");
+    uint64_t host = 0, hot = 0;
+    for (uint32_t part = 0; part < num_parts; ++part) {
+      host += s_->entry_sum[warp_id() * num_parts + part][0];
+      hot += s_->entry_sum[warp_id() * num_parts + part][1];
+    }
+    const uint32_t count = count_of(request);
+    const Digests digests = {digest_of_sum(host, count, p_.salt),
+                             digest_of_sum(hot, count, p_.salt)};
+    const uint32_t rank = static_cast<uint32_t>(lane_id()) / kDigestWords;
+    const uint32_t which = static_cast<uint32_t>(lane_id()) % kDigestWords;
+    if (rank >= num_ranks_) return;
+    store_relaxed(&channel(rank)->digest[rank_][request][which], digests.word(which, epoch));
+  }
+
+  // Waits for all digests and claims the gates of all ranks; false if one of them did not come in
+  // time or was revoked. Puts which requests are agreed on: every rank comes to the same result from
+  // the same digests. Ends with a barrier.
+  __device__ __forceinline__ bool compare(uint32_t epoch, const Patience &patience) {
+    bool ok = true;
+    // By lanes that have no request to look at in all but the largest batches.
+    if (warp_id() == kCooperativeWarps - 1 && stands_for_rank()) {
+      ok = claim_gate(own(), lane_id(), epoch, patience);
+    }
+    uint64_t sum = 0;
+    for (uint32_t base = 0; base < num_requests(); base += kCooperativeThreads) {
+      const uint32_t request = base + threadIdx.x;
+      const bool exists = request < num_requests();
+      Digests first = {0, 0};
+      bool same = exists, same_hot = exists;
+      for (uint32_t rank = 0; exists && ok && rank < num_ranks_; ++rank) {
+        Digests digests;
+        ok = await_digests(own(), rank, request, epoch, patience, &digests);
+        if (rank == 0) first = digests;
+        if (rank == rank_) sum += digest_of_request(digests.host, request);
+        same = same && digests.host == first.host;
+        same_hot = same_hot && digests.hot == first.hot;
+      }
+      const uint32_t agreed = __ballot_sync(kFullWarp, ok && same);
+      const uint32_t equal = __ballot_sync(kFullWarp, ok && same_hot);
+      const uint32_t different = __ballot_sync(kFullWarp, ok && exists && !same);
+      if (lane_id() == 0 && base / 32 + warp_id() < kMaxRequests / 32) {
+        s_->agreed[base / 32 + warp_id()] = agreed;
+        s_->same_hot[base / 32 + warp_id()] = equal;
+        if (different != 0) atomicAdd(&s_->num_different, static_cast<uint32_t>(__popc(different)));
       }
     }
-    __syncwarp();  // no lane waits before every rank was told
-    bool ok = compare(share, epoch, patience);
-    if (ok && stands_for_rank()) ok = claim_gate(own(), lane_id(), epoch, patience);
-    ok = __all_sync(kFullWarp, ok);
+    sum = warp_sum(sum);
+    if (lane_id() == 0) s_->list_sum[warp_id()] = sum;
     // Orders the digests and gates of the others before reads of their hot rows and writes to them.
     fence_system();
-    if (lane_id() == 0) s_->is_shared = ok;
-  }
-
-  // First warp. Waits for all digests and puts which requests are agreed on; false if the wait is
-  // over before. Every rank comes to the same result from the same digests.
-  __device__ __forceinline__ bool compare(const Share &share, uint32_t epoch,
-                                          const Patience &patience) {
-    bool ok = true;
-    uint32_t num_different = 0, num_shared_rows = 0;
-    uint64_t sum = 0;
-    for (uint32_t base = 0; base < num_requests(); base += kWarpSize) {
-      const uint32_t request = base + lane_id();
-      const bool exists = request < num_requests();
-      uint64_t first = 0;
-      bool same = true;
-      for (uint32_t rank = 0; exists && ok && rank < num_ranks_; ++rank) {
-        uint64_t digest;
-        ok = await_digest(own(), rank, request, epoch, patience, &digest);
-        if (rank == 0) first = digest;
-        if (rank == rank_) sum += digest_of_request(digest, request);
-        same = same && digest == first;
-      }
-      const uint32_t agreed = __ballot_sync(kFullWarp, exists && ok && same);
-      if (lane_id() == 0) s_->agreed[base / 32] = agreed;
-      if (exists && ok && same) num_shared_rows += share.size(request, count_of(request));
-      if (exists && !same) ++num_different;
-    }
-    ok = __all_sync(kFullWarp, ok);
-    num_different = __reduce_add_sync(kFullWarp, num_different);
-    if (lane_id() == 0) s_->differs = num_different;
-    if (blockIdx.x == 0) count_launch(ok, sum, num_different, num_shared_rows);
-    return ok;
-  }
-
-  // First warp of the first block.
-  __device__ __forceinline__ void count_launch(bool ok, uint64_t sum, uint32_t num_different,
-                                               uint32_t num_shared_rows) {
-    num_shared_rows = __reduce_add_sync(kFullWarp, num_shared_rows);
-    sum = warp_sum(sum);
-    if (!ok || lane_id() != 0) return;
-    uint64_t *counters = own()->counters;
-    counters[HOTPAGE_CHANNEL_SHARED_ROWS] += num_shared_rows;
-    counters[HOTPAGE_CHANNEL_DIFFERENT_REQUESTS] += num_different;
-    counters[HOTPAGE_CHANNEL_DIGEST] = append_digest(counters[HOTPAGE_CHANNEL_DIGEST], sum);
-    counters[HOTPAGE_CHANNEL_DIGESTED_LAUNCHES] += 1;
+    return __syncthreads_or(!ok) == 0;
   }
 
   // Tells the other ranks that this block writes no more, and waits for their blocks of its number.
-  // All threads are past their writes. Ends with a barrier.
-  __device__ __forceinline__ void end_block(uint32_t epoch, bool is_shared) {
+  // All threads are past their writes. False if a rank failed or did not come in time. Ends with a
+  // barrier.
+  __device__ __forceinline__ bool end_block(uint32_t epoch, bool is_shared) {
+    bool ok = is_shared;
     if (warp_id() == 0) {
       // Orders the block's writes, which the last barrier put before this, before the words.
       fence_system();
@@ -389,37 +407,43 @@ class CooperativeBlock {
       }
       __syncwarp();  // no lane waits before every rank was told
       const Patience patience(own(), p_.time_limit_ns);
-      bool ok = is_shared;
       if (ok && stands_for_rank()) ok = await_done(own(), lane_id(), blockIdx.x, epoch, patience);
-      ok = __all_sync(kFullWarp, ok);
       // Orders what the other ranks wrote here before whatever follows the launch.
       fence_system();
-      if (lane_id() == 0) {
-        if (!ok) store_relaxed(&own()->launch_failed, 1);
-        const uint32_t num_ended = fetch_and_add(&own()->num_ended, 1) + 1;
-        s_->is_last = num_ended == gridDim.x;
-        s_->recovers = s_->is_last != 0 && load_relaxed(&own()->launch_failed) != 0;
-      }
     }
-    __syncthreads();  // orders the verdict before everybody reads it
+    return __syncthreads_or(!ok) == 0;
   }
 
-  // Last block: every other one has ended.
-  __device__ __forceinline__ void end_launch(uint32_t epoch) {
-    const bool recovers = s_->recovers != 0;
-    if (recovers) recover(epoch);
-    if (threadIdx.x != 0) return;
-    Channel *c = own();
-    c->counters[recovers ? HOTPAGE_CHANNEL_FAILED_LAUNCHES : HOTPAGE_CHANNEL_SHARED_LAUNCHES] += 1;
-    c->epoch = epoch;
-    c->num_ended = 0;
-    c->launch_failed = 0;
+  // First block.
+  __device__ __forceinline__ void count_launch(const Share &share, bool ok) {
+    if (!ok) return;
+    uint32_t num_rows = 0;
+    for (uint32_t request = threadIdx.x; request < num_requests(); request += kCooperativeThreads) {
+      if (is_agreed(request)) num_rows += share.size(request, count_of(request));
+    }
+    num_rows = __reduce_add_sync(kFullWarp, num_rows);
+    s_->totals.put(num_rows);
+    __syncthreads();  // orders every warp's total before the sum
+    if (warp_id() != 0) return;
+    num_rows = s_->totals.sum();
+    if (lane_id() != 0) return;
+    uint64_t sum = 0;
+    for (int warp = 0; warp < kCooperativeWarps; ++warp) sum += s_->list_sum[warp];
+    uint64_t *counters = own()->counters;
+    counters[HOTPAGE_CHANNEL_SHARED_LAUNCHES] += 1;
+    counters[HOTPAGE_CHANNEL_SHARED_ROWS] += num_rows;
+    counters[HOTPAGE_CHANNEL_DIFFERENT_REQUESTS] += s_->num_different;
+    counters[HOTPAGE_CHANNEL_DIGEST] = append_digest(counters[HOTPAGE_CHANNEL_DIGEST], sum);
+    counters[HOTPAGE_CHANNEL_DIGESTED_LAUNCHES] += 1;
   }
 
-  // Makes sure that nobody writes here any more, then fetches every row.
+  // Makes sure that nobody writes here any more, then fetches every row. Blocks that do so at the
+  // same time write the same bytes.
   __device__ __forceinline__ void recover(uint32_t epoch) {
     if (warp_id() == 0) {
-      if (stands_for_rank()) store_relaxed(&channel(lane_id())->abort, 1);
+      if (static_cast<uint32_t>(lane_id()) < num_ranks_) {
+        store_relaxed(&channel(lane_id())->abort, 1);
+      }
       __syncwarp();  // no lane waits before every rank was told
       bool lost = false;
       if (stands_for_rank()) {
@@ -428,13 +452,23 @@ class CooperativeBlock {
       }
       const uint32_t num_lost = __popc(__ballot_sync(kFullWarp, lost));
       fence_system();
-      if (lane_id() == 0) {
+      // Of the blocks that fail, one counts.
+      if (lane_id() == 0 && compare_and_swap(&own()->failed, 0, epoch) == 0) {
+        own()->counters[HOTPAGE_CHANNEL_FAILED_LAUNCHES] += 1;
         own()->counters[HOTPAGE_CHANNEL_LOST_RANKS] += num_lost;
-        own()->failed = 1;
       }
     }
     __syncthreads();  // orders the others' last writes before this rank's
     copy_to_self(Part::kAll, false, true);
+  }
+
+  // The epoch that the next launch's blocks continue from, those that this launch has not included.
+  __device__ __forceinline__ void end_epoch(uint32_t epoch) {
+    const bool is_mine = threadIdx.x == blockIdx.x;
+    const bool is_nobodys = blockIdx.x == 0 && threadIdx.x >= gridDim.x;
+    if (threadIdx.x < kMaxCooperativeBlocks && (is_mine || is_nobodys)) {
+      own()->epoch[threadIdx.x] = epoch;
+    }
   }
 
   const CooperativeArgs &args_;

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owns the digest of a copy list: 64 bits that are equal for equal host rows in equal order.
-//
-// Hot rows are left out: ranks may keep the same host row in different hot slots.
+// Owns the digest of a copy list: 64 bits that are equal for equal entries in equal order.
 #pragma once
 
 #include <cstdint>
@@ -26,26 +24,34 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-// Digest of one request's `count` host rows, by one warp; every lane gets it.
-__device__ __forceinline__ uint64_t digest_rows(const int32_t *host_rows, uint32_t count,
-                                                uint32_t salt) {
-  constexpr uint32_t kLoads = 8;
+// A lane's part of the sum over a list's entries from `first` on, every `step`th of them. The list
+// has room for `length` entries, of which the first `count` are its own.
+__device__ __forceinline__ uint64_t sum_entries(const int32_t *entries, uint32_t length,
+                                                uint32_t count, uint32_t first, uint32_t step) {
+  constexpr uint32_t kLoads = 4;
   uint64_t sum = 0;
-  for (uint32_t base = lane_id(); base < count; base += kLoads * kWarpSize) {
-    int32_t rows[kLoads];
+  // The first reads do not wait for the count, which is itself under way.
+  for (uint32_t base = first, end = length; base < end; base += kLoads * step, end = count) {
+    int32_t found[kLoads];
     // All reads are under way before the first is used.
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; ++i) {
-      const uint32_t at = base + i * kWarpSize;
-      rows[i] = at < count ? __ldcg(host_rows + at) : 0;
+      const uint32_t at = base + i * step;
+      found[i] = at < end ? __ldcg(entries + at) : 0;
     }
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; ++i) {
-      const uint32_t at = base + i * kWarpSize;
-      if (at < count) sum += mix_bits(uint64_t{at + 1} << 32 | static_cast<uint32_t>(rows[i]));
+      const uint32_t at = base + i * step;
+      if (at < count) sum += mix_bits(uint64_t{at + 1} << 32 | static_cast<uint32_t>(found[i]));
     }
   }
-  return mix_bits(warp_sum(sum) + mix_bits(uint64_t{salt} << 32 | count));
+  return sum;
+}
+
+// The digest of a list whose entries sum up to `sum`.
+__host__ __device__ __forceinline__ uint64_t digest_of_sum(uint64_t sum, uint32_t count,
+                                                           uint32_t salt) {
+  return mix_bits(sum + mix_bits(uint64_t{salt} << 32 | count));
 }
 
 // What a request adds to the digest of a whole list: the sum over requests is a function of which

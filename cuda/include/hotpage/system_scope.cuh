@@ -32,21 +32,13 @@ __device__ __forceinline__ void store_relaxed(uint32_t *at, uint32_t value) {
 __device__ __forceinline__ void store_relaxed(uint64_t *at, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
-// Both return what was there.
+// Returns what was there.
 __device__ __forceinline__ uint32_t compare_and_swap(uint32_t *at, uint32_t expected,
                                                      uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;"
                : "=r"(old)
                : "l"(at), "r"(expected), "r"(value)
-               : "memory");
-  return old;
-}
-__device__ __forceinline__ uint32_t fetch_and_add(uint32_t *at, uint32_t value) {
-  uint32_t old;
-  asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(at), "r"(value)
                : "memory");
   return old;
 }
@@ -72,9 +64,6 @@ inline void store_relaxed(uint64_t *at, uint64_t value) {
 inline uint32_t compare_and_swap(uint32_t *at, uint32_t expected, uint32_t value) {
   __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return expected;
-}
-inline uint32_t fetch_and_add(uint32_t *at, uint32_t value) {
-  return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
 }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 // Whoever asks is waiting, so others get the core.

@@ -31,7 +31,7 @@ class ChannelCounts:
     """What a channel has counted since it was made."""
 
     shared_launches: int
-    """Launches in which every rank took part."""
+    """Launches for which the ranks met."""
     private_launches: int
     """Launches after a failure, in which this rank fetched every row itself."""
     shared_rows: int
