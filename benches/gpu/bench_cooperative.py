@@ -8,7 +8,7 @@ the copy of one step's misses on the slowest rank: a captured graph of fresh ste
 median of the graphs, digest and both meetings of the ranks included. `gbps` counts the bytes that
 every rank gets, and `speedup` is that over the ranks fetching privately at the same time. Before it
 is timed, a cell is checked: hot regions after cooperative steps are bitwise those of a private
-fetch, on every rank. A meeting of the ranks on the device aligns the start of what is timed.
+fetch, on every rank. `meetings` are launches that copy nothing. A meeting of the ranks on the device aligns the start of what is timed.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class Bench:
             raise SystemExit("the ranks do not reach each other's memory")
         self.shared = Shared(peers, self.pools)
         self.lines: list[Any] = []
+        self.has_met = False
         # torch collects garbage before every capture.
         gc.freeze()
 
@@ -233,6 +234,13 @@ class Bench:
         torch.cuda.synchronize()
         return max(self.ranks.all_gather(start.elapsed_time(end) * 1000 / len(steps)))
 
+    def meetings(self, side: CooperativeSide) -> None:
+        """Launches that copy nothing: what the two meetings of the ranks cost."""
+        us = statistics.median(
+            self.time(side, lambda step: side.meet(_stream()), range(20)) for _ in range(GRAPHS)
+        )
+        self.emit({"way": "meetings", "blocks": "default", "us": round(us, 1)})
+
     def measure(self, cell: Cell, misses: int, blocks: int, ways: Sequence[str]) -> None:
         """Times a cell's ways, after its check."""
         per_graph = STEPS_PER_GRAPH[misses]
@@ -241,6 +249,9 @@ class Bench:
         side = CooperativeSide(steps, self.pools, self.shared, blocks)
         layers = list(range(cell.layers))
         self.check(side)
+        if not self.has_met:
+            self.has_met = True
+            self.meetings(side)
         side.reset()
         groups = [range(i, i + per_graph) for i in range(2, 2 + num_steps, per_graph)]
         for step in range(2):
@@ -307,8 +318,6 @@ class Bench:
                     rate = round(misses / 64) / TOP_K
                     cell = Cell(64, 1, layers, self.pools.pool_gb, rate)
                     self.measure(cell, misses, blocks, ("private", "cooperative"))
-        counts = self.shared.channel.counts()
-        self.emit({"way": "meetings", "launches": counts.shared_launches})
 
 
 def rank_main(name: str, rank: int, args: argparse.Namespace) -> None:

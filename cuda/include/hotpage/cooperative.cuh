@@ -79,6 +79,21 @@ struct Share {
   }
 };
 
+// A row of one layer, as the lanes know it that look after it.
+struct Fetch {
+  uint64_t source;  // 0: none
+  int64_t place;    // in the copy list
+  int32_t hot_row;  // on this rank
+  uint32_t request;
+  uint32_t layer;
+};
+
+// Chunks [first, end) of a share: those of a block.
+struct Slice {
+  uint32_t first;
+  uint32_t end;
+};
+
 class CooperativeBlock {
  public:
   __device__ __forceinline__ CooperativeBlock(const CooperativeArgs &args,
@@ -89,11 +104,15 @@ class CooperativeBlock {
   __device__ __forceinline__ void run() {
     const uint32_t epoch = epoch_after(own()->epoch[blockIdx.x]);
     const uint32_t failed = load_relaxed(&own()->failed);
+    // Nothing of these waits for the two loads.
+    const Share share = {Part::kOwn, rank_, num_ranks_};
+    sum_lists(0);
+    const uint32_t num_rows = sum_share(share, false);
     // A block of this launch that failed does not keep the others from telling their peers.
     if (failed != 0 && failed != epoch) {
       run_alone();
     } else {
-      run_shared(epoch);
+      run_shared(share, num_rows, epoch);
     }
   }
 
@@ -145,13 +164,12 @@ class CooperativeBlock {
     return total;
   }
 
-  // Lane l looks after row l % 4 of a chunk, for rank l / 4: where it comes from, the same for all
-  // ranks, and where it goes on that rank. To this rank alone unless is_shared.
-  __device__ __forceinline__ RowCopy find(const Share &share, uint32_t num_rows, bool is_shared,
-                                          uint32_t chunk, uint32_t end) const {
+  // Lane l looks after row l % 4 of a chunk, for rank l / 4. All ranks' lanes find the same.
+  __device__ __forceinline__ Fetch find(const Share &share, uint32_t num_rows, uint32_t chunk,
+                                        uint32_t end) const {
     const uint32_t num_layers = static_cast<uint32_t>(p_.copy.num_layers);
     const uint32_t item = chunk * kRowsPerChunk + lane_id() % kRowsPerChunk;
-    if (chunk >= end || item >= num_rows * num_layers) return {0, 0};
+    if (chunk >= end || item >= num_rows * num_layers) return {0, 0, 0, 0, 0};
     const uint32_t layer = args_.layers_innermost ? item % num_layers : item / num_rows;
     const uint32_t number = args_.layers_innermost ? item / num_layers : item - layer * num_rows;
     const uint32_t request = find_request(s_->first_of_request, p_.copy.num_requests, number);
@@ -159,23 +177,26 @@ class CooperativeBlock {
     const int64_t place = int64_t{request} * p_.copy.copy_list_stride + index;
     const int64_t host_row =
         __ldcg(reinterpret_cast<const int32_t *>(p_.copy.copy_host_row) + place);
+    const int32_t hot_row = __ldcg(reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) + place);
     const uint64_t source =
         p_.copy.host_layer[layer] + static_cast<uint64_t>(host_row * p_.copy.host_row_stride);
-    const uint32_t rank = static_cast<uint32_t>(lane_id()) / kRowsPerChunk;
-    const bool goes_there =
-        rank == rank_ || (is_shared && rank < num_ranks_ && is_agreed(request));
-    return {source, goes_there ? target_of(rank, request, place, layer) : 0};
+    return {source, place, hot_row, request, layer};
   }
 
-  // Where a place of the list goes on a rank.
-  __device__ __forceinline__ uint64_t target_of(uint32_t rank, uint32_t request, int64_t place,
-                                                uint32_t layer) const {
-    const uint64_t hot_rows =
-        rank == rank_ || is_same_hot(request) ? p_.copy.copy_hot_row : p_.hot_row[rank];
-    const int32_t hot_row = __ldcg(reinterpret_cast<const int32_t *>(hot_rows) + place);
+  // Where the lane's row goes on the lane's rank, 0 for nowhere. To this rank alone unless is_shared.
+  __device__ __forceinline__ uint64_t target_of(const Fetch &fetch, bool is_shared) const {
+    const uint32_t rank = static_cast<uint32_t>(lane_id()) / kRowsPerChunk;
+    if (fetch.source == 0) return 0;
+    int32_t hot_row = fetch.hot_row;
+    if (rank != rank_) {
+      if (!is_shared || rank >= num_ranks_ || !is_agreed(fetch.request)) return 0;
+      if (!is_same_hot(fetch.request)) {
+        hot_row = __ldcg(reinterpret_cast<const int32_t *>(p_.hot_row[rank]) + fetch.place);
+      }
+    }
     const int32_t block = hot_row / p_.copy.block_stride_rows;
     const int64_t row_in_block = hot_row - block * p_.copy.block_stride_rows;
-    return p_.gpu_layer[rank * HOTPAGE_MAX_GROUP_LAYERS + layer] +
+    return p_.gpu_layer[rank * HOTPAGE_MAX_GROUP_LAYERS + fetch.layer] +
            static_cast<uint64_t>(block * p_.copy.gpu_block_stride +
                                  row_in_block * p_.copy.row_bytes);
   }
@@ -220,25 +241,29 @@ class CooperativeBlock {
     }
   }
 
-  // Copies this block's chunks of a share, with all warps. All chunks of the share if `by_one`.
-  __device__ __forceinline__ void copy(const Share &share, uint32_t num_rows, bool is_shared,
-                                       bool by_one) const {
+  // The block's slice of so many rows; all of them if `by_one`.
+  __device__ __forceinline__ Slice slice_of(uint32_t num_rows, bool by_one) const {
     const uint32_t num_items = num_rows * static_cast<uint32_t>(p_.copy.num_layers);
     const uint32_t num_chunks = (num_items + kRowsPerChunk - 1) / kRowsPerChunk;
-    const uint32_t slice = by_one ? num_chunks : (num_chunks + gridDim.x - 1) / gridDim.x;
-    const uint32_t first = by_one ? 0 : blockIdx.x * slice;
-    const uint32_t end = min(num_chunks, first + slice);
+    if (by_one) return {0, num_chunks};
+    const uint32_t size = (num_chunks + gridDim.x - 1) / gridDim.x;
+    return {blockIdx.x * size, min(num_chunks, (blockIdx.x + 1) * size)};
+  }
+
+  // Copies a slice with all warps; `mine` is the warp's first chunk in it.
+  __device__ __forceinline__ void copy(const Share &share, uint32_t num_rows, bool is_shared,
+                                       const Slice &slice, Fetch mine) const {
     const uint32_t num_units = kRowsPerChunk * args_.units.per_row;
     constexpr uint32_t kUnitsAtOnce = kWarpSize * kUnitsPerLane;
-    uint32_t chunk = first + warp_id();
-    RowCopy mine = find(share, num_rows, is_shared, chunk, end);
-    for (; chunk < end; chunk += kCooperativeWarps) {
+    uint32_t chunk = slice.first + warp_id();
+    for (; chunk < slice.end; chunk += kCooperativeWarps) {
+      const uint64_t my_target = target_of(mine, is_shared);
       // The next chunk's addresses arrive while this one's rows are on the bus.
-      const RowCopy next = find(share, num_rows, is_shared, chunk + kCooperativeWarps, end);
+      const Fetch next = find(share, num_rows, chunk + kCooperativeWarps, slice.end);
       for (uint32_t base = 0; base < num_units; base += kUnitsAtOnce) {
         uint4 held[kUnitsPerLane];
         read(mine.source, base, held);
-        write_all(mine.target, is_shared, base, held);
+        write_all(my_target, is_shared, base, held);
       }
       mine = next;
     }
@@ -248,7 +273,9 @@ class CooperativeBlock {
   __device__ __forceinline__ void copy_to_self(Part part, bool without_agreed, bool by_one) {
     const Share share = {part, rank_, num_ranks_};
     const uint32_t num_rows = sum_share(share, without_agreed);
-    copy(share, num_rows, false, by_one);
+    const Slice slice = slice_of(num_rows, by_one);
+    copy(share, num_rows, false, slice,
+         find(share, num_rows, slice.first + warp_id(), slice.end));
     __syncthreads();  // orders the last search before the sums change
   }
 
@@ -273,25 +300,58 @@ class CooperativeBlock {
     copy_to_self(Part::kAll, false, false);
   }
 
-  __device__ __forceinline__ void run_shared(uint32_t epoch) {
+  // `num_rows`: of the share, whose sums are there.
+  __device__ __forceinline__ void run_shared(const Share &share, uint32_t num_rows,
+                                             uint32_t epoch) {
     const Patience patience(own(), p_.time_limit_ns);
-    const Share share = {Part::kOwn, rank_, num_ranks_};
     publish(epoch);
-    const uint32_t num_rows = sum_share(share, false);
+    // While the words are under way.
+    const Slice slice = slice_of(num_rows, false);
+    const Fetch first = find(share, num_rows, slice.first + warp_id(), slice.end);
     const bool is_shared = compare(epoch, patience);
-    if (is_shared) copy(share, num_rows, true, false);
+    if (is_shared) copy(share, num_rows, true, slice, first);
     mark_holders();
     __syncthreads();  // orders the last search before other sums, and all writes before the end
     // The others' share of requests that are not agreed on.
     if (is_shared && s_->num_different != 0) copy_to_self(Part::kOthers, true, false);
-    const bool ok = end_block(epoch, is_shared);
-    if (blockIdx.x == 0) count_launch(share, ok);
-    if (!ok) recover(epoch);
+    if (!end_block(share, epoch, is_shared)) recover(epoch);
     end_epoch(epoch);
   }
 
-  // Tells the other ranks that this one is ready, and what the requests that this block looks after
-  // list. Ends with a barrier.
+  // Requests that this block looks after: those whose number is its own modulo the blocks.
+  __device__ __forceinline__ uint32_t num_own_requests() const {
+    const uint32_t all = num_requests();
+    return all > blockIdx.x ? (all - blockIdx.x - 1) / gridDim.x + 1 : 0;
+  }
+  // So many warps share a request that all of them are under way at once, where they can be.
+  __device__ __forceinline__ uint32_t warps_per_request() const {
+    const uint32_t n = num_own_requests();
+    return n > 8 ? 1 : n > 4 ? 2 : n > 2 ? 4 : n > 1 ? 8 : 16;
+  }
+
+  // Puts each warp's part of the sums of the block's own requests from number `first` on, as many
+  // as are under way at once.
+  __device__ __forceinline__ void sum_lists(uint32_t first) {
+    const uint32_t num_parts = warps_per_request();
+    const uint32_t number = first + warp_id() / num_parts;
+    if (number >= num_own_requests()) return;
+    const uint32_t request = blockIdx.x + number * gridDim.x;
+    const uint32_t count = count_of(request);
+    const uint32_t length = static_cast<uint32_t>(p_.copy.copy_list_stride);
+    const uint32_t entry = warp_id() % num_parts * kWarpSize + lane_id();
+    const uint32_t step = num_parts * kWarpSize;
+    const int32_t *hot_rows = reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
+                              int64_t{request} * p_.copy.copy_list_stride;
+    const uint64_t host = sum_entries(host_rows_of(request), length, count, entry, step);
+    const uint64_t hot = sum_entries(hot_rows, length, count, entry, step);
+    const uint64_t host_sum = warp_sum(host), hot_sum = warp_sum(hot);
+    if (lane_id() != 0) return;
+    s_->entry_sum[warp_id()][0] = host_sum;
+    s_->entry_sum[warp_id()][1] = hot_sum;
+  }
+
+  // Tells the other ranks that this one is ready, and what the block's own requests list. The first
+  // of them have their sums, and a barrier lies behind these.
   __device__ __forceinline__ void publish(uint32_t epoch) {
     // Orders the list and the end of every earlier reader of hot slots, both of which the stream
     // put before this launch, before the words that say so.
@@ -300,47 +360,27 @@ class CooperativeBlock {
       store_relaxed(&channel(lane_id())->gate[rank_], gate_word(epoch, kReady));
     }
     if (threadIdx.x == 0) s_->num_different = 0;
-    const uint32_t all = num_requests();
-    const uint32_t num_own = all > blockIdx.x ? (all - blockIdx.x - 1) / gridDim.x + 1 : 0;
-    // So many warps share a request that all requests are under way at once, where they can be.
-    const uint32_t num_parts =
-        num_own > 8 ? 1 : num_own > 4 ? 2 : num_own > 2 ? 4 : num_own > 1 ? 8 : 16;
-    const uint32_t at_once = kCooperativeWarps / num_parts;
-    for (uint32_t first = 0; first < num_own; first += at_once) {
-      sum_lists(first + warp_id() / num_parts, num_own, num_parts);
-      __syncthreads();  // orders the parts before they are added
+    const uint32_t num_own = num_own_requests();
+    const uint32_t at_once = kCooperativeWarps / warps_per_request();
+    for (uint32_t first = 0;;) {
       const uint32_t number = first + warp_id();
       if (static_cast<uint32_t>(warp_id()) < at_once && number < num_own) {
-        publish_request(blockIdx.x + number * gridDim.x, num_parts, epoch);
+        publish_request(blockIdx.x + number * gridDim.x, epoch);
       }
-      __syncthreads();  // orders the parts before the next ones replace them
+      first += at_once;
+      if (first >= num_own) break;
+      __syncthreads();  // orders the sums before the next ones replace them
+      sum_lists(first);
+      __syncthreads();  // orders the parts before they are added
     }
-  }
-
-  // Puts this warp's part of the sums of a request, the block's own request of that number.
-  __device__ __forceinline__ void sum_lists(uint32_t number, uint32_t num_own,
-                                            uint32_t num_parts) {
-    if (number >= num_own) return;
-    const uint32_t request = blockIdx.x + number * gridDim.x;
-    const uint32_t count = count_of(request);
-    const uint32_t length = static_cast<uint32_t>(p_.copy.copy_list_stride);
-    const uint32_t first = warp_id() % num_parts * kWarpSize + lane_id();
-    const uint32_t step = num_parts * kWarpSize;
-    const int32_t *hot_rows = reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
-                              int64_t{request} * p_.copy.copy_list_stride;
-    const uint64_t host = sum_entries(host_rows_of(request), length, count, first, step);
-    const uint64_t hot = sum_entries(hot_rows, length, count, first, step);
-    const uint64_t host_sum = warp_sum(host), hot_sum = warp_sum(hot);
-    if (lane_id() != 0) return;
-    s_->entry_sum[warp_id()][0] = host_sum;
-    s_->entry_sum[warp_id()][1] = hot_sum;
+    __syncthreads();  // orders the empty count before it is added to
   }
 
   // One warp, whose number is that of the request among those under way. Lane l stores word l % 4 of
   // the request's digests at rank l / 4.
-  __device__ __forceinline__ void publish_request(uint32_t request, uint32_t num_parts,
-                                                  uint32_t epoch) {
+  __device__ __forceinline__ void publish_request(uint32_t request, uint32_t epoch) {
     static_assert(kMaxRanks * kDigestWords == kWarpSize, "a lane stores one word");
+    const uint32_t num_parts = warps_per_request();
     uint64_t host = 0, hot = 0;
     for (uint32_t part = 0; part < num_parts; ++part) {
       host += s_->entry_sum[warp_id() * num_parts + part][0];
@@ -397,7 +437,7 @@ class CooperativeBlock {
   // Tells the other ranks that this block writes no more, and waits for their blocks of its number.
   // All threads are past their writes. False if a rank failed or did not come in time. Ends with a
   // barrier.
-  __device__ __forceinline__ bool end_block(uint32_t epoch, bool is_shared) {
+  __device__ __forceinline__ bool end_block(const Share &share, uint32_t epoch, bool is_shared) {
     bool ok = is_shared;
     if (warp_id() == 0) {
       // Orders the block's writes, which the last barrier put before this, before the words.
@@ -410,25 +450,21 @@ class CooperativeBlock {
       if (ok && stands_for_rank()) ok = await_done(own(), lane_id(), blockIdx.x, epoch, patience);
       // Orders what the other ranks wrote here before whatever follows the launch.
       fence_system();
+    } else if (blockIdx.x == 0 && warp_id() == 1 && is_shared) {
+      count_launch(share);
     }
     return __syncthreads_or(!ok) == 0;
   }
 
-  // First block.
-  __device__ __forceinline__ void count_launch(const Share &share, bool ok) {
-    if (!ok) return;
+  // One warp of the first block, while another waits.
+  __device__ __forceinline__ void count_launch(const Share &share) {
     uint32_t num_rows = 0;
-    for (uint32_t request = threadIdx.x; request < num_requests(); request += kCooperativeThreads) {
+    for (uint32_t request = lane_id(); request < num_requests(); request += kWarpSize) {
       if (is_agreed(request)) num_rows += share.size(request, count_of(request));
     }
     num_rows = __reduce_add_sync(kFullWarp, num_rows);
-    s_->totals.put(num_rows);
-    __syncthreads();  // orders every warp's total before the sum
-    if (warp_id() != 0) return;
-    num_rows = s_->totals.sum();
+    const uint64_t sum = warp_sum(lane_id() < kCooperativeWarps ? s_->list_sum[lane_id()] : 0);
     if (lane_id() != 0) return;
-    uint64_t sum = 0;
-    for (int warp = 0; warp < kCooperativeWarps; ++warp) sum += s_->list_sum[warp];
     uint64_t *counters = own()->counters;
     counters[HOTPAGE_CHANNEL_SHARED_LAUNCHES] += 1;
     counters[HOTPAGE_CHANNEL_SHARED_ROWS] += num_rows;
