@@ -8,7 +8,8 @@ the copy of one step's misses on the slowest rank: a captured graph of fresh ste
 median of the graphs, digest and both meetings of the ranks included. `gbps` counts the bytes that
 every rank gets, and `speedup` is that over the ranks fetching privately at the same time. Before it
 is timed, a cell is checked: hot regions after cooperative steps are bitwise those of a private
-fetch, on every rank. `meetings` are launches that copy nothing. A meeting of the ranks on the device aligns the start of what is timed.
+fetch, on every rank. `meetings` are launches that copy nothing. A meeting of the ranks on the
+device aligns the start of what is timed.
 """
 
 from __future__ import annotations
