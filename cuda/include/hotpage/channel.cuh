@@ -7,17 +7,18 @@
 //
 //   ready     A is past everything that was enqueued before, so its hot slots may be written. It
 //             says so at B: its gate becomes kReady, and each request's digests follow.
-//   claimed   B swaps A's gate, which lies in B's memory, from kReady to kClaimed. A block of B that
-//             has done so for all ranks, and has seen all of their digests, may write to A.
-//   revoked   A gave up waiting and swapped its gate at B from kReady to kRevoked: B will not write.
-//             One of the two swaps wins, so a rank that gives up knows whether B may be writing.
+//   claimed   B swaps A's gate, which lies in B's memory, from kReady to kClaimed. A block of B
+//             that has done so for all ranks, and has seen all of their digests, may write to A.
+//   revoked   A gave up waiting and swapped its gate at B from kReady to kRevoked: B will not
+//             write. One of the two swaps wins, so a rank that gives up knows whether B may be
+//             writing.
 //   done      a block of B has ended: its writes to A are seen by whoever sees its word.
 //
 // A launch of A ends normally once every rank's blocks are done; no rank is then a whole launch
-// ahead, so a word is never overwritten before it was read. A block of A that gives up revokes every
-// gate, waits for those who had claimed one, and fetches all rows of the launch itself; the same
-// ends the launch of the others, by their time limit, by A's abort word, or by a block of A that is
-// done without success.
+// ahead, so a word is never overwritten before it was read. A block of A that gives up revokes
+// every gate, waits for those who had claimed one, and fetches all rows of the launch itself; the
+// same ends the launch of the others, by their time limit, by A's abort word, or by a block of A
+// that is done without success.
 #pragma once
 
 #include <cstdint>

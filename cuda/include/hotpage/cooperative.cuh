@@ -8,91 +8,20 @@
 //
 // Of a request's misses, ordered by host row, rank r fetches those whose index plus request number
 // is r modulo the ranks. Requests whose lists differ between ranks are fetched by each rank for
-// itself, on all ranks alike because all compare the same digests. Ranks may keep a row in different
+// itself, on all ranks alike because all compare the same digests. Ranks may keep a row in other
 // hot slots: only then are another rank's hot rows read.
 //
-// The ranks meet before the first row is read: reads that fill the bus hold up everything behind
-// them, the words of the meeting too.
+// Some warps have their first rows on the bus while the ranks meet. Not all of them: reads that
+// fill the bus hold up everything behind them, the words of the meeting too.
 #pragma once
 
 #include <cstdint>
 
 #include "hotpage/channel.cuh"
+#include "hotpage/cooperative_args.cuh"
 #include "hotpage/copy_digest.cuh"
-#include "hotpage/copy_rows.cuh"
 
 namespace hotpage {
-
-constexpr int kCooperativeThreads = 512;
-constexpr int kCooperativeWarps = kCooperativeThreads / kWarpSize;
-static_assert(kMaxRequests == 2 * kCooperativeThreads, "a thread takes two requests");
-static_assert(kMaxRanks * kRowsPerChunk <= kWarpSize, "a lane holds one rank's target of a row");
-
-struct CooperativeArgs {
-  hotpage_cooperative_copy_params p;
-  RowUnits units;
-  uint32_t layers_innermost;  // as in CopyArgs
-};
-
-inline CooperativeArgs plan_cooperative(const hotpage_cooperative_copy_params &p) {
-  CooperativeArgs args = {};
-  args.p = p;
-  args.units = units_of_row(p.copy.row_bytes);
-  args.layers_innermost = p.copy.host_row_stride > p.copy.row_bytes ? 1 : 0;
-  return args;
-}
-
-struct CooperativeShared {
-  uint64_t entry_sum[kCooperativeWarps][2];  // each warp's part of a request's sums, host and hot
-  uint64_t list_sum[kCooperativeWarps];      // each warp's part of the list's digest
-  uint32_t first_of_request[kMaxRequests];
-  uint32_t agreed[kMaxRequests / 32];    // bit r % 32 of word r / 32: all ranks list the same rows
-  uint32_t same_hot[kMaxRequests / 32];  // and keep them in the same hot rows
-  uint32_t num_different;                // requests that are not agreed on
-  WarpWords<kCooperativeWarps> totals;
-};
-
-// Which of a request's misses are meant: those that this rank fetches for all, the others, or all.
-enum class Part { kOwn, kOthers, kAll };
-
-struct Share {
-  Part part;
-  uint32_t rank;
-  uint32_t num_ranks;
-
-  // Index of the first miss of a request that is the rank's own.
-  __device__ __forceinline__ uint32_t first_own(uint32_t request) const {
-    return (rank + num_ranks - request % num_ranks) % num_ranks;
-  }
-  __device__ __forceinline__ uint32_t size(uint32_t request, uint32_t count) const {
-    if (part == Part::kAll) return count;
-    const uint32_t first = first_own(request);
-    const uint32_t own = count > first ? (count - first + num_ranks - 1) / num_ranks : 0;
-    return part == Part::kOwn ? own : count - own;
-  }
-  // Index in the request's list of number `nth` of the share.
-  __device__ __forceinline__ uint32_t index(uint32_t request, uint32_t nth) const {
-    if (part == Part::kAll) return nth;
-    const uint32_t first = first_own(request);
-    if (part == Part::kOwn) return first + nth * num_ranks;
-    return nth < first ? nth : nth + (nth - first) / (num_ranks - 1) + 1;
-  }
-};
-
-// A row of one layer, as the lanes know it that look after it.
-struct Fetch {
-  uint64_t source;  // 0: none
-  int64_t place;    // in the copy list
-  int32_t hot_row;  // on this rank
-  uint32_t request;
-  uint32_t layer;
-};
-
-// Chunks [first, end) of a share: those of a block.
-struct Slice {
-  uint32_t first;
-  uint32_t end;
-};
 
 class CooperativeBlock {
  public:
@@ -183,7 +112,8 @@ class CooperativeBlock {
     return {source, place, hot_row, request, layer};
   }
 
-  // Where the lane's row goes on the lane's rank, 0 for nowhere. To this rank alone unless is_shared.
+  // Where the lane's row goes on the lane's rank, 0 for nowhere. To this rank alone unless
+  // is_shared.
   __device__ __forceinline__ uint64_t target_of(const Fetch &fetch, bool is_shared) const {
     const uint32_t rank = static_cast<uint32_t>(lane_id()) / kRowsPerChunk;
     if (fetch.source == 0) return 0;
@@ -250,9 +180,11 @@ class CooperativeBlock {
     return {blockIdx.x * size, min(num_chunks, (blockIdx.x + 1) * size)};
   }
 
-  // Copies a slice with all warps; `mine` is the warp's first chunk in it.
+  // Copies a slice with all warps; `mine` is the warp's first chunk in it, and `held` has its first
+  // units if `is_held`.
   __device__ __forceinline__ void copy(const Share &share, uint32_t num_rows, bool is_shared,
-                                       const Slice &slice, Fetch mine) const {
+                                       const Slice &slice, Fetch mine, uint4 *held,
+                                       bool is_held) const {
     const uint32_t num_units = kRowsPerChunk * args_.units.per_row;
     constexpr uint32_t kUnitsAtOnce = kWarpSize * kUnitsPerLane;
     uint32_t chunk = slice.first + warp_id();
@@ -261,8 +193,8 @@ class CooperativeBlock {
       // The next chunk's addresses arrive while this one's rows are on the bus.
       const Fetch next = find(share, num_rows, chunk + kCooperativeWarps, slice.end);
       for (uint32_t base = 0; base < num_units; base += kUnitsAtOnce) {
-        uint4 held[kUnitsPerLane];
-        read(mine.source, base, held);
+        if (!is_held) read(mine.source, base, held);
+        is_held = false;
         write_all(my_target, is_shared, base, held);
       }
       mine = next;
@@ -274,8 +206,9 @@ class CooperativeBlock {
     const Share share = {part, rank_, num_ranks_};
     const uint32_t num_rows = sum_share(share, without_agreed);
     const Slice slice = slice_of(num_rows, by_one);
-    copy(share, num_rows, false, slice,
-         find(share, num_rows, slice.first + warp_id(), slice.end));
+    uint4 held[kUnitsPerLane];
+    copy(share, num_rows, false, slice, find(share, num_rows, slice.first + warp_id(), slice.end),
+         held, false);
     __syncthreads();  // orders the last search before the sums change
   }
 
@@ -308,8 +241,11 @@ class CooperativeBlock {
     // While the words are under way.
     const Slice slice = slice_of(num_rows, false);
     const Fetch first = find(share, num_rows, slice.first + warp_id(), slice.end);
+    uint4 held[kUnitsPerLane];
+    const bool is_held = reads_early() && slice.first + warp_id() < slice.end;
+    if (is_held) read(first.source, 0, held);
     const bool is_shared = compare(epoch, patience);
-    if (is_shared) copy(share, num_rows, true, slice, first);
+    if (is_shared) copy(share, num_rows, true, slice, first, held, is_held);
     mark_holders();
     __syncthreads();  // orders the last search before other sums, and all writes before the end
     // The others' share of requests that are not agreed on.
@@ -356,7 +292,7 @@ class CooperativeBlock {
     // Orders the list and the end of every earlier reader of hot slots, both of which the stream
     // put before this launch, before the words that say so.
     fence_system();
-    if (blockIdx.x == 0 && warp_id() == kCooperativeWarps - 1 && stands_for_rank()) {
+    if (blockIdx.x == 0 && warp_id() == kClaimingWarp && stands_for_rank()) {
       store_relaxed(&channel(lane_id())->gate[rank_], gate_word(epoch, kReady));
     }
     if (threadIdx.x == 0) s_->num_different = 0;
@@ -376,8 +312,8 @@ class CooperativeBlock {
     __syncthreads();  // orders the empty count before it is added to
   }
 
-  // One warp, whose number is that of the request among those under way. Lane l stores word l % 4 of
-  // the request's digests at rank l / 4.
+  // One warp, whose number is that of the request among those under way. Lane l stores word l % 4
+  // of the request's digests at rank l / 4.
   __device__ __forceinline__ void publish_request(uint32_t request, uint32_t epoch) {
     static_assert(kMaxRanks * kDigestWords == kWarpSize, "a lane stores one word");
     const uint32_t num_parts = warps_per_request();
@@ -395,13 +331,22 @@ class CooperativeBlock {
     store_relaxed(&channel(rank)->digest[rank_][request][which], digests.word(which, epoch));
   }
 
+  // True in warps that look at words of other ranks in `compare`.
+  __device__ __forceinline__ bool compares() const {
+    return static_cast<uint32_t>(warp_id()) * kWarpSize < num_requests() ||
+           warp_id() == kClaimingWarp;
+  }
+  // A fence waits for reads under way, so warps that need one do not read early.
+  __device__ __forceinline__ bool reads_early() const {
+    return !compares() && warp_id() >= kFirstEarlyWarp && warp_id() < kEndOfEarlyWarps;
+  }
+
   // Waits for all digests and claims the gates of all ranks; false if one of them did not come in
-  // time or was revoked. Puts which requests are agreed on: every rank comes to the same result from
-  // the same digests. Ends with a barrier.
+  // time or was revoked. Puts which requests are agreed on: every rank comes to the same result
+  // from the same digests. Ends with a barrier.
   __device__ __forceinline__ bool compare(uint32_t epoch, const Patience &patience) {
     bool ok = true;
-    // By lanes that have no request to look at in all but the largest batches.
-    if (warp_id() == kCooperativeWarps - 1 && stands_for_rank()) {
+    if (warp_id() == kClaimingWarp && stands_for_rank()) {
       ok = claim_gate(own(), lane_id(), epoch, patience);
     }
     uint64_t sum = 0;
@@ -429,8 +374,9 @@ class CooperativeBlock {
     }
     sum = warp_sum(sum);
     if (lane_id() == 0) s_->list_sum[warp_id()] = sum;
-    // Orders the digests and gates of the others before reads of their hot rows and writes to them.
-    fence_system();
+    // Orders the digests and gates of the others before reads of their hot rows and writes to them,
+    // together with the barrier.
+    if (compares()) fence_system();
     return __syncthreads_or(!ok) == 0;
   }
 

@@ -8,7 +8,7 @@
 
 namespace hotpage {
 
-// A bijection of 64-bit words in which every bit depends on every bit (the finaliser of splitmix64).
+// A bijection of 64-bit words in which every bit depends on every bit: splitmix64's last step.
 __host__ __device__ __forceinline__ uint64_t mix_bits(uint64_t word) {
   word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ull;
   word = (word ^ (word >> 27)) * 0x94d049bb133111ebull;

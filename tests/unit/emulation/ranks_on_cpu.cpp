@@ -36,7 +36,9 @@ extern "C" int emulate_cooperative(const hotpage_cooperative_copy_params *const 
   for (unsigned rank = 0; rank < num_ranks; ++rank) {
     if (params[rank] == nullptr) continue;
     args[rank] = plan_cooperative(*params[rank]);
-    for (unsigned block = 0; block < num_blocks; ++block) starts.push_back({&args[rank], rank, block});
+    for (unsigned block = 0; block < num_blocks; ++block) {
+      starts.push_back({&args[rank], rank, block});
+    }
   }
   std::shuffle(starts.begin(), starts.end(), std::mt19937(seed));
   std::atomic<int> status = 0;
