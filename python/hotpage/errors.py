@@ -24,6 +24,10 @@ class ProtocolError(HotPageError, RuntimeError):
     """The caller broke the event protocol; the state is as it was before the call."""
 
 
+class RankError(HotPageError, RuntimeError):
+    """Another rank of this host failed, ended or did not come in time; the text says which."""
+
+
 class InvariantError(HotPageError, RuntimeError):
     """An internal rule does not hold: a bug in hotpage, and a reason to stop the engine."""
 

@@ -29,11 +29,18 @@ POISON = -123456789
 HOPPER_SHARED_BYTES = 232_448
 SM120_SHARED_BYTES = 101_376
 
-POOL_SOURCES = ("mirror_rows", "spill_pages", "restore_pages", "stage_prefill", "invalidate")
+LAUNCHED_SOURCES = (
+    "mirror_rows",
+    "spill_pages",
+    "restore_pages",
+    "stage_prefill",
+    "invalidate",
+    "digest_copies",
+)
 
 
 def compile_kernels(root: Path, folder: Path, *flags: str) -> ctypes.CDLL:
-    """Bodies of resolve and copy, and the pool kernels with their launchers, as a library."""
+    """Bodies of resolve and copies, and the other kernels with their launchers, as a library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler was found")
@@ -44,8 +51,8 @@ def compile_kernels(root: Path, folder: Path, *flags: str) -> ctypes.CDLL:
     warnings = ["-Wall", "-Wno-unknown-pragmas"]
     # nvcc includes the runtime's header in every source, too.
     options += [*warnings, "-include", "cuda_runtime.h", "-x", "c++"]
-    sources = [EMULATION / "kernels_on_cpu.cpp"]
-    sources += [root / "cuda/src" / f"{name}.cu" for name in POOL_SOURCES]
+    sources = [EMULATION / "kernels_on_cpu.cpp", EMULATION / "ranks_on_cpu.cpp"]
+    sources += [root / "cuda/src" / f"{name}.cu" for name in LAUNCHED_SOURCES]
     subprocess.run([compiler, *options, *sources, "-o", library], check=True)
     return ctypes.CDLL(str(library))
 

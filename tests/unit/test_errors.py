@@ -16,6 +16,7 @@ TABLE = {
     "UnsupportedVllmError": {errors.ConfigError},
     "CapacityError": {errors.HotPageError, RuntimeError},
     "ProtocolError": {errors.HotPageError, RuntimeError},
+    "RankError": {errors.HotPageError, RuntimeError},
     "InvariantError": {errors.HotPageError, RuntimeError},
     "KernelError": {errors.HotPageError, RuntimeError},
     "KernelUnavailableError": {errors.HotPageError, ImportError},

@@ -48,10 +48,13 @@ class Budget:
 # of 40 entries keeps them in local memory on purpose: ten rows of 4,096 fit no register file. Two
 # passes are the top-k of the models that there are; 0 serves any other.
 BUDGETS = {
+    "cooperative_copy_kernel<false>": Budget(512, 0, 0, 128, 8 << 10),
+    "cooperative_copy_kernel<true>": Budget(512, 0, 0, 128, 8 << 10),
     "copy_pages_kernel<false>": Budget(512, 0, 0, 128, 0),
     "copy_pages_kernel<true>": Budget(512, 0, 0, 128, 0),
     "copy_rows_kernel<false>": Budget(512, 0, 0, 96, 8 << 10),
     "copy_rows_kernel<true>": Budget(512, 0, 0, 96, 8 << 10),
+    "digest_copies_kernel": Budget(512, 0, 0, 64, 1 << 10),
     "fill_kernel": Budget(1024, 0, 0, 64, 0),
     # Two blocks of 512.
     "invalidate_kernel": Budget(1024, 0, 0, 64, MOST_STATIC_SHARED_BYTES),

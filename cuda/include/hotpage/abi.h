@@ -16,7 +16,7 @@
  *  - A change of any struct, status or signature increments HOTPAGE_ABI_VERSION and is repeated in
  *    python/hotpage/kernels/_abi.py, which tests/unit/test_abi_sync.py compares with this file.
  */
-#define HOTPAGE_ABI_VERSION 3
+#define HOTPAGE_ABI_VERSION 4
 
 #define HOTPAGE_API __attribute__((visibility("default")))
 
@@ -37,7 +37,9 @@
   X(hotpage_report_mirrored_params, 56) \
   X(hotpage_copy_pages_params, 104) \
   X(hotpage_stage_prefill_params, 336) \
-  X(hotpage_invalidate_params, 120)
+  X(hotpage_invalidate_params, 120) \
+  X(hotpage_cooperative_copy_params, 888) \
+  X(hotpage_digest_copies_params, 48)
 
 #ifdef __cplusplus
 extern "C" {
@@ -446,6 +448,86 @@ typedef struct hotpage_invalidate_params {
   uint64_t scratch;
 } hotpage_invalidate_params;
 
+/* Ranks that fetch misses for each other, and thread blocks of one of their copies. */
+#define HOTPAGE_MAX_RANKS 8
+#define HOTPAGE_MAX_COOPERATIVE_BLOCKS 128
+
+/*
+ * A channel is HOTPAGE_CHANNEL_BYTES of device memory of one rank that all ranks of a group can
+ * write, zero when it is made. It begins with uint64 [HOTPAGE_NUM_CHANNEL_COUNTERS]; the rest
+ * belongs to cooperative_copy. All launches of a channel are on one stream, in the same order on
+ * every rank.
+ */
+#define HOTPAGE_CHANNEL_BYTES 267008
+enum {
+  /* Launches for which the ranks met. */
+  HOTPAGE_CHANNEL_SHARED_LAUNCHES = 0,
+  /* Launches after a failure: every row was fetched by the rank itself. */
+  HOTPAGE_CHANNEL_PRIVATE_LAUNCHES = 1,
+  /* Rows that this rank fetched for all ranks, layers not counted. */
+  HOTPAGE_CHANNEL_SHARED_ROWS = 2,
+  /* Requests whose copy lists differed between ranks; each rank fetched its own rows of them. */
+  HOTPAGE_CHANNEL_DIFFERENT_REQUESTS = 3,
+  /* Launches that ended a wait because of the time limit or of another rank's failure. From the
+     first one on the channel has failed: this rank fetches alone. */
+  HOTPAGE_CHANNEL_FAILED_LAUNCHES = 4,
+  /* Ranks that had begun to write here and did not end in time. Rows that they still write may
+     hit hot slots of later steps: whoever sees this above 0 stops the engine, unless they died. */
+  HOTPAGE_CHANNEL_LOST_RANKS = 5,
+  /* Digest of all copy lists so far, in the order of the launches. */
+  HOTPAGE_CHANNEL_DIGEST = 6,
+  /* Launches that the digest covers. */
+  HOTPAGE_CHANNEL_DIGESTED_LAUNCHES = 7,
+  HOTPAGE_NUM_CHANNEL_COUNTERS = 8
+};
+
+/*
+ * The copy of a copy list by several ranks: each fetches its part of the rows and writes them to
+ * the hot rows of all. Sizes, strides and the order of launches are the same on every rank; lists
+ * and hot rows may differ.
+ */
+typedef struct hotpage_cooperative_copy_params {
+  uint32_t struct_size;
+  int32_t rank;
+  /* 2 to HOTPAGE_MAX_RANKS. */
+  int32_t num_ranks;
+  /* Tells copy lists of different index groups apart. */
+  uint32_t salt;
+  /* 1: the launch before on the stream is the resolve that writes the list. */
+  int32_t after_resolve;
+  int32_t num_state_rows;
+  /* Nanoseconds to wait for other ranks, at least 1. */
+  int64_t time_limit_ns;
+  /* As in hotpage_resolve_and_copy_params; holders may be 0, and then state_row is not read. */
+  uint64_t holders;
+  uint64_t state_row;
+  /* Channel of each rank, this rank's own at [rank]. */
+  uint64_t channel[HOTPAGE_MAX_RANKS];
+  /* copy_hot_row of each rank. */
+  uint64_t hot_row[HOTPAGE_MAX_RANKS];
+  /* [rank][layer]: gpu_layer of each rank. */
+  uint64_t gpu_layer[HOTPAGE_MAX_RANKS * HOTPAGE_MAX_GROUP_LAYERS];
+  /* This rank's list and layers. max_blocks is at most HOTPAGE_MAX_COOPERATIVE_BLOCKS, all of which
+     have to run at the same time. */
+  hotpage_copy_params copy;
+} hotpage_cooperative_copy_params;
+
+/* Adds the digest of a copy list to a sum that ranks compare now and then. */
+typedef struct hotpage_digest_copies_params {
+  uint32_t struct_size;
+  int32_t num_requests;
+  int32_t copy_list_stride;
+  /* Tells copy lists of different index groups apart. */
+  uint32_t salt;
+  /* As in hotpage_copy_params. */
+  uint64_t copy_host_row;
+  uint64_t copy_count;
+  /* In and out, uint64 [2]: digest of all lists so far, in order, and their number. */
+  uint64_t digest;
+  /* In and out, uint64 [2]: 0 before and after each launch. */
+  uint64_t scratch;
+} hotpage_digest_copies_params;
+
 #define HOTPAGE_ASSERT_SIZE(name, bytes) \
   HOTPAGE_STATIC_ASSERT(sizeof(struct name) == (bytes), #name " has an unexpected size");
 HOTPAGE_STRUCTS(HOTPAGE_ASSERT_SIZE)
@@ -499,6 +581,14 @@ HOTPAGE_API hotpage_status hotpage_stage_prefill(const hotpage_stage_prefill_par
                                                  void *stream);
 HOTPAGE_API hotpage_status hotpage_invalidate(const hotpage_invalidate_params *params,
                                               void *stream);
+
+/* Enqueues one launch whose blocks wait for the same launch of the other ranks. */
+HOTPAGE_API hotpage_status hotpage_cooperative_copy(const hotpage_cooperative_copy_params *params,
+                                                    void *stream);
+
+/* Enqueues one launch. */
+HOTPAGE_API hotpage_status hotpage_digest_copies(const hotpage_digest_copies_params *params,
+                                                 void *stream);
 
 #ifdef __cplusplus
 }

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 OK = 0
 STATUS_STRUCT_SIZE = 1
@@ -308,5 +308,56 @@ class InvalidateParams(ParameterBlock):
         ("holders", ctypes.c_uint64),
         ("mask", ctypes.c_uint64 * 2),
         ("freed", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+    ]
+
+
+MAX_RANKS = 8
+MAX_COOPERATIVE_BLOCKS = 128
+CHANNEL_BYTES = 267_008
+CHANNEL_SHARED_LAUNCHES = 0
+CHANNEL_PRIVATE_LAUNCHES = 1
+CHANNEL_SHARED_ROWS = 2
+CHANNEL_DIFFERENT_REQUESTS = 3
+CHANNEL_FAILED_LAUNCHES = 4
+CHANNEL_LOST_RANKS = 5
+CHANNEL_DIGEST = 6
+CHANNEL_DIGESTED_LAUNCHES = 7
+NUM_CHANNEL_COUNTERS = 8
+
+
+@mirror("hotpage_cooperative_copy_params", launcher="hotpage_cooperative_copy")
+class CooperativeCopyParams(ParameterBlock):
+    """Ranks of a cooperative copy, where their memory lies, and this rank's copy."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("salt", ctypes.c_uint32),
+        ("after_resolve", ctypes.c_int32),
+        ("num_state_rows", ctypes.c_int32),
+        ("time_limit_ns", ctypes.c_int64),
+        ("holders", ctypes.c_uint64),
+        ("state_row", ctypes.c_uint64),
+        ("channel", ctypes.c_uint64 * MAX_RANKS),
+        ("hot_row", ctypes.c_uint64 * MAX_RANKS),
+        ("gpu_layer", ctypes.c_uint64 * (MAX_RANKS * MAX_GROUP_LAYERS)),
+        ("copy", CopyParams),
+    ]
+
+
+@mirror("hotpage_digest_copies_params", launcher="hotpage_digest_copies")
+class DigestCopiesParams(ParameterBlock):
+    """A copy list and the sum that its digest is added to; the list's stride in elements."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_requests", ctypes.c_int32),
+        ("copy_list_stride", ctypes.c_int32),
+        ("salt", ctypes.c_uint32),
+        ("copy_host_row", ctypes.c_uint64),
+        ("copy_count", ctypes.c_uint64),
+        ("digest", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64),
     ]

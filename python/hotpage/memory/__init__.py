@@ -3,5 +3,6 @@
 
 from hotpage.memory.layout import PoolLayout, RowPlace
 from hotpage.memory.pool import HostPool
+from hotpage.memory.shared import SharedHostPool, open_host_pool
 
-__all__ = ["HostPool", "PoolLayout", "RowPlace"]
+__all__ = ["HostPool", "PoolLayout", "RowPlace", "SharedHostPool", "open_host_pool"]

@@ -9,6 +9,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from hotpage.memory.layout import PAGE_BYTES
 
@@ -88,6 +89,12 @@ def advise_huge_pages(address: int, num_bytes: int) -> bool:
         ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_HUGEPAGE)
     )
     return status == 0
+
+
+def address_of(buffer: Any) -> int:
+    """Address of writable memory that has the buffer protocol."""
+    # The exported view ends with this expression, so that a mapping can be closed later.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _touch_range(address: int, num_bytes: int) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
@@ -38,11 +37,6 @@ def check_ram(num_bytes: int, ram_bytes: int | None) -> None:
             f"the host pool takes {num_bytes / 2**30:.1f} GiB, and 95% of the RAM are "
             f"{MAX_RAM_SHARE * ram_bytes / 2**30:.1f} GiB; lower host_pool_gib"
         )
-
-
-def _address_of(buffer: Any) -> int:
-    # The exported view ends with this expression, so that the mapping can be closed later.
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class HostPool:
@@ -109,7 +103,7 @@ class HostPool:
 
     def _check_buffer(self, buffer: Any) -> int:
         try:
-            size, address = memoryview(buffer).nbytes, _address_of(buffer)
+            size, address = memoryview(buffer).nbytes, _host.address_of(buffer)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the host pool's buffer is not writable memory: {error}") from error
         if size < self.num_bytes or address % PAGE_BYTES:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Owns as much of CUDA's device language as the kernels use, run on a CPU: one thread block at a
-// time, every thread a coroutine, warp collectives and barriers where the coroutines meet.
+// time, every thread a coroutine, warp collectives and barriers where the coroutines meet. Blocks
+// that wait for each other run in threads of the CPU, a block in each.
 //
 // A thread runs until it waits, in an order that a seed shuffles, so a missing barrier shows as a
 // wrong result for some seed; a collective that not all of its threads reach shows as a deadlock.
@@ -69,7 +70,7 @@ struct Block {
   void (*body)(void *);
   void *argument;
 };
-inline Block block;
+inline thread_local Block block;
 
 inline void wait_as(State state) {
   Thread *self = block.running;
@@ -179,6 +180,7 @@ static const cpu::OneDimension<cpu::BlockNumber> blockIdx;
 static const cpu::OneDimension<cpu::NumBlocks> gridDim;
 
 inline void __syncthreads() { cpu::meet(false); }
+inline void __syncwarp() { cpu::exchange(0); }
 inline int __syncthreads_or(int predicate) { return cpu::meet(predicate != 0); }
 
 inline unsigned __ballot_sync(unsigned, bool predicate) {
@@ -250,21 +252,16 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 
 inline int32_t atomicCAS(int32_t *at, int32_t expected, int32_t value) {
-  const int32_t old = *at;
-  if (old == expected) *at = value;
-  return old;
+  __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
 }
 template <class T>
 T atomicAdd(T *at, T value) {
-  const T old = *at;
-  *at += value;
-  return old;
+  return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicOr(T *at, T value) {
-  const T old = *at;
-  *at |= value;
-  return old;
+  return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
 }
 inline void __threadfence() {}
 template <class T>

@@ -2,7 +2,8 @@
 // Owns as much of the CUDA runtime as launchers use, on a CPU: a launch runs its blocks one after
 // the other, in an order that a seed shuffles, and ends before it returns.
 //
-// A block of shared variables is one static object: a block finds in it what the last one left.
+// A block of shared variables is one object of a CPU thread: a block finds in it what the last one
+// left.
 #pragma once
 
 #include <numeric>
@@ -10,7 +11,7 @@
 #include "cuda_on_cpu.h"
 
 #define __global__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __grid_constant__
 #define __launch_bounds__(...)
 
