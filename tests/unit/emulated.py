@@ -29,7 +29,14 @@ POISON = -123456789
 HOPPER_SHARED_BYTES = 232_448
 SM120_SHARED_BYTES = 101_376
 
-POOL_SOURCES = ("mirror_rows", "spill_pages", "restore_pages", "stage_prefill", "invalidate")
+POOL_SOURCES = (
+    "mirror_rows",
+    "spill_pages",
+    "restore_pages",
+    "stage_prefill",
+    "invalidate",
+    "reset_states",
+)
 
 
 def compile_kernels(root: Path, folder: Path, *flags: str) -> ctypes.CDLL:

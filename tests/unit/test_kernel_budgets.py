@@ -56,6 +56,7 @@ BUDGETS = {
     "invalidate_kernel": Budget(1024, 0, 0, 64, MOST_STATIC_SHARED_BYTES),
     "mirror_rows_kernel": Budget(512, 0, 0, 128, 0),
     "report_mirrored_kernel": Budget(1024, 0, 0, 64, 0),
+    "reset_states_kernel": Budget(1024, 0, 0, 64, 0),
     "resolve_kernel<2, 1, true>": Budget(1024, 0, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
     "resolve_kernel<4, 2, true>": Budget(1024, 8, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
     "resolve_kernel<8, 3, true>": Budget(1024, 16, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
