@@ -178,9 +178,7 @@ class StagePrefill:
                 f"the chunk has {requests} requests, expected 1 to {self._bound_requests}"
             )
         if len(workspace) != self.params.num_layers:
-            raise ConfigError(
-                f"got {len(workspace)} workspaces, expected {self.params.num_layers}"
-            )
+            raise ConfigError(f"got {len(workspace)} workspaces, expected {self.params.num_layers}")
         self._bind_workspace(self._first, workspace)
         params, device = self.params, self._device
         check_list("row_start", row_start, "int32", requests + 1, device)
