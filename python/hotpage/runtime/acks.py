@@ -14,7 +14,7 @@ import numpy as np
 from hotpage.kernels.mirror_rows import MirrorMask, ReportMirrored
 from hotpage.runtime.pages import MAX_PAGES, Pages
 from hotpage.runtime.streams import current_stream, mark
-from hotpage.runtime.upload import upload
+from hotpage.runtime.upload import pinned_zeros, upload
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class _Report:
         device = masks[0].words.device
         self._device = device
         self._host_block = torch.zeros(MAX_PAGES, dtype=torch.int32, device=device)
-        self._missing = torch.zeros((len(masks), MAX_PAGES), dtype=torch.int32, pin_memory=True)
+        self._missing = pinned_zeros((len(masks), MAX_PAGES), torch.int32)
         self._ops = [
             ReportMirrored(mask, self._host_block, missing)
             for mask, missing in zip(masks, self._missing, strict=True)

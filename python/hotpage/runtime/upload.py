@@ -25,7 +25,7 @@ def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> lis
     import torch
 
     sizes = [-(-array.size // 4) * 4 for array in arrays]
-    packed = torch.empty(max(sum(sizes), 1), dtype=torch.int32, pin_memory=True)
+    packed = pinned_zeros((max(sum(sizes), 1),), torch.int32)
     view, start = packed.numpy(), 0
     for array, size in zip(arrays, sizes, strict=True):
         view[start : start + array.size] = array.reshape(-1)
@@ -36,3 +36,10 @@ def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> lis
         parts.append(on_device[start : start + array.size].view(array.shape))
         start += size
     return parts
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pinned host memory of torch's, zeroed."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, pin_memory=True)

@@ -196,15 +196,17 @@ def _slot_mappings(config: KVCacheConfig, first: HiSparseCacheHandle) -> SlotMap
     return SlotMappings(table, table[source_at], residents)
 
 
-def pool_layers(caches: BoundCaches, host_rows: dict[str, torch.Tensor]) -> list[PoolLayer]:
-    """Each layer's rows in both pools, in the order of `caches.layers`.
-
-    Args:
-        host_rows: layer name -> `[host blocks][block size][row width]`, of the cache's dtype.
-    """
+def pool_layers(caches: BoundCaches) -> list[PoolLayer]:
+    """Each layer's rows in both pools as vLLM shows them, in the order of `caches.layers`."""
     layers = []
     for layer in caches.layers:
-        view = layer.handle.view
+        view, host = layer.handle.view, layer.handle.runtime.host_cache
         assert view is not None
-        layers.append(PoolLayer(view.cache, host_rows[layer.name], layer.kv_group))
+        size, row_stride = view.block_size, host.stride(0)
+        blocks = host.as_strided(
+            (host.shape[0] // size, size, host.shape[1]),
+            (size * row_stride, row_stride, 1),
+            host.storage_offset(),
+        )
+        layers.append(PoolLayer(view.cache, blocks, layer.kv_group))
     return layers

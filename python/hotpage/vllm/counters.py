@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hotpage.runtime.streams import mark
+from hotpage.runtime.upload import pinned_zeros
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class DeviceCounters:
 
         self._counters, self._row_bytes = list(counters), list(row_bytes)
         self._interval, self._calls = interval, 0
-        self._host = torch.zeros((len(counters), 3), dtype=torch.int64, pin_memory=True)
+        self._host = pinned_zeros((len(counters), 3), torch.int64)
         self._seen = [(0, 0)] * len(self._counters)
         self._event: torch.cuda.Event | None = None
 

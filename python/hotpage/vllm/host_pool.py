@@ -8,7 +8,7 @@ caches. The general plugin puts hotpage's in its place; every other configuratio
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hotpage.errors import ConfigError
 from hotpage.memory import HostPool, PoolLayout
@@ -140,18 +140,19 @@ def rebind(
         rows: uint8 `[host blocks][block size][row_bytes]` of each layer.
     """
     for layer in caches.layers:
-        old: Any = kv_caches[layer.name]
-        # A dtype view needs rows without gaps; strides are therefore set on the typed bytes.
+        old = kv_caches[layer.name]
         view = typed_rows(rows[layer.name], old.dtype)
-        if tuple(view.shape) != tuple(old.shape):
+        # vLLM's view has a dimension of one head behind the blocks.
+        shown = view.view(view.shape[0], 1, *view.shape[1:]) if old.dim() == 4 else view
+        if tuple(shown.shape) != tuple(old.shape):
             raise ConfigError(
                 f"vLLM shows the host cache of layer {layer.name} as {tuple(old.shape)}, expected "
-                f"{tuple(view.shape)}; use the kernel's own --block-size"
+                f"{tuple(shown.shape)}; use the kernel's own --block-size"
             )
-        kv_caches[layer.name] = layer.attention.kv_cache = view
-        runtime = layer.handle.runtime
+        kv_caches[layer.name] = shown
+        layer.attention.bind_kv_cache(shown)
         num_rows = view.shape[0] * view.shape[1]
-        runtime._host_cache = view.as_strided(
+        layer.handle.runtime._host_cache = view.as_strided(
             (num_rows, view.shape[2]), (view.stride(1), 1), view.storage_offset()
         )
 

@@ -94,7 +94,7 @@ class NativeConnectorWorker:
             )
         if native.pool.layout.row_interleaved:
             host_pool.rebind(caches, kv_caches, native.layer_rows())
-        self.layers = pool_layers(caches, {x.name: kv_caches[x.name] for x in caches.layers})
+        self.layers = pool_layers(caches)
         drafts = [layer.is_draft for layer in caches.layers]
         self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
         self._mirrors = Mirrors(
