@@ -143,7 +143,7 @@ def rebind(
         old = kv_caches[layer.name]
         view = typed_rows(rows[layer.name], old.dtype)
         # vLLM's view has a dimension of one head behind the blocks.
-        shown = view.view(view.shape[0], 1, *view.shape[1:]) if old.dim() == 4 else view
+        shown = view.unsqueeze(1) if old.dim() == 4 else view
         if tuple(shown.shape) != tuple(old.shape):
             raise ConfigError(
                 f"vLLM shows the host cache of layer {layer.name} as {tuple(old.shape)}, expected "
