@@ -110,8 +110,6 @@ class StepTables:
         """
         cleared, granted = plan.residency_cleared, plan.hot_region_request
         request, page = plan.residency_request, plan.residency_page
-        if not (len(cleared) or len(granted) or len(request)):
-            return
         kept = _last_of_each(request, page)
         blocks = plan.residency_blocks.reshape(-1, self._num_groups)[kept]
         on_device = upload(
@@ -133,6 +131,12 @@ class StepTables:
             self._listed[: len(granted)].copy_(self._state_rows[to_reset])
             self._reset(len(granted), current_stream(self._device))
             self.num_resets += 1
+
+
+def changes_tables(plan: StepPlan) -> bool:
+    """Whether `StepTables.apply` has anything to do."""
+    lists = (plan.residency_request, plan.residency_cleared, plan.hot_region_request)
+    return any(len(one) for one in lists)
 
 
 def _rows(requests: Int32, batch_row: Mapping[int, int]) -> Int32:

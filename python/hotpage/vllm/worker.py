@@ -31,7 +31,7 @@ from hotpage.vllm.caches import BoundCaches, pool_layers
 from hotpage.vllm.counters import DeviceCounters
 from hotpage.vllm.prefill import ChunkStarts, LayerStaging
 from hotpage.vllm.resolver import GroupResolver, RowLengths
-from hotpage.vllm.step_tables import StepTables
+from hotpage.vllm.step_tables import StepTables, changes_tables
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,7 @@ class NativeConnectorWorker:
         if native.pool.layout.row_interleaved:
             host_pool.rebind(caches, kv_caches, native.layer_rows())
         self.layers = pool_layers(caches)
+        self._handles = [layer.handle for layer in caches.layers]
         drafts = [layer.is_draft for layer in caches.layers]
         self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
         self._mirrors = Mirrors(
@@ -168,8 +169,8 @@ class NativeConnectorWorker:
             self._names.pop(id, None)
         self._names.update(metadata.started)
         resident = metadata.all_context_pages_resident
-        for layer in self.caches.layers:
-            layer.handle.all_context_pages_resident = resident
+        for handle in self._handles:
+            handle.all_context_pages_resident = resident
         self._tables.forget_stale(metadata.plans, num_tokens)
         if metadata.host_copies:
             self._copy_host_blocks(metadata.host_copies)
@@ -178,22 +179,15 @@ class NativeConnectorWorker:
             self._transfer_before_forward(plan)
         if request_state_indices is not None:
             self._tables.set_batch(request_state_indices)
-        self._apply_tables(metadata.plans, request_ids or ())
+        self._apply_tables(metadata, request_ids or ())
 
-    def _apply_tables(self, plans: Sequence[StepPlan], request_ids: Sequence[str]) -> None:
-        changed = [
-            plan
-            for plan in plans
-            if len(plan.residency_request)
-            or len(plan.residency_cleared)
-            or len(plan.hot_region_request)
-        ]
+    def _apply_tables(self, metadata: HotPageConnectorMetadata, request_ids: Sequence[str]) -> None:
+        changed = [plan for plan in metadata.plans if changes_tables(plan)]
         if not changed:
             return
         rows = {name: row for row, name in enumerate(request_ids)}
-        batch_row = {
-            id: row for id, name in self._names.items() if (row := rows.get(name)) is not None
-        }
+        scheduled = np.frombuffer(metadata.batch, np.int32).tolist()
+        batch_row = {id: row for id in scheduled if (row := rows.get(self._names[id])) is not None}
         for plan in changed:
             self._tables.apply(plan, batch_row)
 
