@@ -86,7 +86,7 @@ def test_a_comparison_pairs_equal_histories_and_finds_bits() -> None:
 
 
 class _ToyEngine:
-    """Two layers of one group over CPU tensors: one request, resident pages, then host-only ones."""
+    """One request, two layers of one group on the CPU: pages are resident, then host-only."""
 
     num_blocks, num_pages = 12, 4
 
