@@ -20,14 +20,16 @@ def install() -> None:
         FlashMLASparseBackend,
         FlashMLASparseImpl,
     )
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
     if getattr(indexer, "_deterministic", False):
         return
     indexer._deterministic = True
     indexer.ops.top_k_per_row_prefill = _top_k_of_prefill
     indexer.get_indexer_topk = lambda backend: _top_k_of_decode
-    # True with the kernel called for each request on its own.
-    FlashMLASparseBackend.supports_batch_invariance = classmethod(lambda cls: True)
+    # True now: scores are sums over heads alone, and attention is called for each request.
+    for backend in (DeepseekV32IndexerBackend, FlashMLASparseBackend):
+        backend.supports_batch_invariance = classmethod(lambda cls: True)
     FlashMLASparseImpl._fp8_flash_mla_kernel = _one_by_one(FlashMLASparseImpl._fp8_flash_mla_kernel)
 
 
