@@ -298,6 +298,11 @@ class NativeConnectorWorker:
             "reset_states": self._tables.num_resets,
         }
 
+    @property
+    def num_repaired_pages(self) -> int:
+        """Pages that missed mirrored rows and were copied whole instead."""
+        return self._acks.num_repaired
+
     def shutdown(self) -> None:
         """Waits for what is enqueued, then unpins and frees the pool. May be called again."""
         import torch

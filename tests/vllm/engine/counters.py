@@ -58,13 +58,9 @@ class Counters:
 
 
 def hot_counts(engine: Engine) -> tuple[int, int]:
-    """Hits and misses in hot regions. Synchronises.
-
-    The native worker may have a `hot_counts() -> (hits, misses)` of its own; else vLLM's two
-    counters of each leader are read, which both engines' kernels may serve.
-    """
-    if hasattr(engine.worker, "hot_counts"):
-        hits, misses = engine.worker.hot_counts()
-        return int(hits), int(misses)
-    counts = [group.hisparse_group.swap_stats.tolist() for group in engine.groups]
+    """Hits and misses in hot regions. Synchronises."""
+    if engine.spec.engine == "native":
+        counts = [state.counters.tolist()[:2] for state in engine.worker.states]
+    else:
+        counts = [group.hisparse_group.swap_stats.tolist() for group in engine.groups]
     return sum(hits for hits, _ in counts), sum(misses for _, misses in counts)

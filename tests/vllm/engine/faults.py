@@ -56,9 +56,41 @@ class UpstreamAccess:
         return self._engine.groups[group].hisparse_group.device_global_indices
 
 
+class NativeAccess(UpstreamAccess):
+    """The same over hotpage's worker, which keeps row maps where vLLM has them."""
+
+    def host_row_bytes(self, layer: int, host_row: int) -> torch.Tensor:
+        """See `FaultAccess`; the pool itself and not vLLM's view of it."""
+        name = self._engine.layers[layer].layer_name
+        rows = self._engine.worker.host_pool.layer_rows()[name]
+        return rows[host_row // BLOCK, host_row % BLOCK]
+
+    def skip_next_mirror(self) -> None:
+        """See `FaultAccess`. The mask is told that the rows have landed: a mirror that only does
+        not run is found by the mask, and the pages are copied whole."""
+        mirrors = self._engine.worker._mirrors
+
+        def launch(which: int, num_tokens: int) -> None:
+            del mirrors._launch
+            host = self._engine.worker.caches.slots.host_row[:num_tokens]
+            landed = torch.ones_like(host) << (host % BLOCK)
+            mirrors.masks[which].words.view(-1).scatter_add_(0, host // BLOCK, landed)
+
+        mirrors._launch = launch
+
+    def drop_next_mirror(self) -> None:
+        """The coming mirror does not run, and nothing says otherwise."""
+        mirrors = self._engine.worker._mirrors
+
+        def launch(which: int, num_tokens: int) -> None:
+            del mirrors._launch
+
+        mirrors._launch = launch
+
+
 def access_to(engine: Engine) -> FaultAccess:
-    """The worker itself if it is native, else the stand-in over vLLM's objects."""
-    return engine.worker if engine.spec.engine == "native" else UpstreamAccess(engine)
+    """How to plant faults in this engine."""
+    return NativeAccess(engine) if engine.spec.engine == "native" else UpstreamAccess(engine)
 
 
 @dataclass

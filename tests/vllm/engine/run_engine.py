@@ -149,6 +149,9 @@ class Check:
         with poison.raising() if native else contextlib.nullcontext():
             if "small" in phases:
                 self._serve_small(engine, probe)
+            if native and "faults" in phases:
+                with self._report.check("lost mirror is made good") as facts:
+                    self._lose_mirror(engine, probe, facts)
             if "faults" in phases:
                 for at, (name, fault) in enumerate(faults.FAULTS.items()):
                     with self._report.check(f"planted: {name}") as facts:
@@ -227,6 +230,16 @@ class Check:
         assert fault.planted is not None, "the fault had no occasion"
         assert found, "the fault was not found"
 
+    def _lose_mirror(self, engine: Engine, probe: Probe, facts: dict[str, Any]) -> None:
+        worker = engine.worker
+        repaired = worker.num_repaired_pages
+        turns = make_turns(SEED + 20, Scale())
+        faults.NativeAccess(engine).drop_next_mirror()
+        self._serve(engine, probe, turns, facts)
+        engine.drain()
+        facts["pages copied whole"] = worker.num_repaired_pages - repaired
+        assert facts["pages copied whole"] > 0, "no page was found to miss rows"
+
     def _poison_views(self, engine: Engine, probe: Probe, facts: dict[str, Any]) -> None:
         turns = make_turns(SEED + 10, Scale())
         probe.scripts = {turn.name: turn.tokens for turn in turns}
@@ -257,11 +270,7 @@ class Check:
 
 
 def _launch_counts(engine: Engine) -> dict[str, int]:
-    if engine.spec.engine != "native":
-        return {}
-    from hotpage.vllm import worker
-
-    return dict(worker.launch_counts())
+    return engine.worker.launch_counts() if engine.spec.engine == "native" else {}
 
 
 def measure_registration(arguments: argparse.Namespace, report: Report, folder: Path) -> None:
