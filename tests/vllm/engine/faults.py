@@ -184,7 +184,9 @@ class WrongRow(_AtResolve):
         """Turns the bit back."""
         if self._changed is not None:
             torch.cuda.synchronize()
-            self._changed[0] ^= 1
+            # The view was made inside the engine's step, where tensors keep no versions.
+            with torch.inference_mode():
+                self._changed[0] ^= 1
 
 
 class StaleSlot(_AtResolve):
