@@ -79,3 +79,14 @@ def wait_for_current_stream(device: torch.device) -> None:
     import torch
 
     torch.cuda.current_stream(device).synchronize()
+
+
+def wait_for_device(device: torch.device) -> None:
+    """The calling thread waits for all streams.
+
+    Raises:
+        RuntimeError: an earlier launch failed, or the context is gone.
+    """
+    import torch
+
+    torch.cuda.synchronize(device)

@@ -6,6 +6,7 @@ No call here waits for the device, and nothing is read back to decide what to la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from hotpage.kernels.layer_table import LayerTable, PoolLayer
 from hotpage.runtime.acks import AckQueue
 from hotpage.runtime.mirror import Mirrors
 from hotpage.runtime.pages import PageCopier, Pages
-from hotpage.runtime.streams import wait_for_current_stream
+from hotpage.runtime.streams import wait_for_current_stream, wait_for_device
 from hotpage.vllm import host_pool
 from hotpage.vllm.attention import GroupOps, retype
 from hotpage.vllm.caches import BoundCaches, pool_layers
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from hotpage.vllm.metadata import HotPageConnectorMetadata
     from hotpage.vllm.options import Options
 
+
+logger = logging.getLogger(__name__)
 
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
@@ -305,18 +308,18 @@ class NativeConnectorWorker:
 
     def shutdown(self) -> None:
         """Waits for what is enqueued, then unpins and frees the pool. May be called again."""
-        import torch
-
         if not self._is_open:
             return
         self._is_open = False
         try:
-            torch.cuda.synchronize(self.caches.device)
-        finally:
+            wait_for_device(self.caches.device)
+        except RuntimeError as error:
             # The pool survives a dead context: it then unmaps without unpinning.
-            for layer in self.caches.layers:
-                layer.handle.runtime.__dict__.pop("_host_cache", None)
-            host_pool.release(self._config)
+            logger.warning("the CUDA context is gone at the end (%s)", error)
+        for handle in self._handles:
+            # Views keep the pool's memory.
+            handle.runtime.__dict__.pop("_host_cache", None)
+        host_pool.release(self._config)
 
 
 def _pages(plan: StepPlan) -> Pages:
