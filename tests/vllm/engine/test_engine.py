@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 COMMAND = Path(__file__).resolve().parent / "run_engine.py"
 

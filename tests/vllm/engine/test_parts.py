@@ -17,6 +17,8 @@ from engine.launch import BLOCK  # noqa: E402
 from engine.probe import Outcome, Probe  # noqa: E402
 from engine.workload import Scale, Served, Turn, make_turns  # noqa: E402
 
+pytestmark = pytest.mark.vllm
+
 ROW_BYTES, TOP_K = 16, 96
 
 
@@ -91,8 +93,8 @@ class _ToyEngine:
     num_blocks, num_pages = 12, 4
 
     def __init__(self) -> None:
-        self.spec = SimpleNamespace(engine="native")
-        self.worker = self
+        self.spec = SimpleNamespace(engine="upstream")
+        self.worker = _ToyWorker(self)
         self.connector = SimpleNamespace(start_load_kv=lambda context, **_: None)
         config = SimpleNamespace(hisparse_host_num_blocks=8)
         self.core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_config=config))
@@ -104,6 +106,7 @@ class _ToyEngine:
             num_layers=2,
             physical_kv_cache=lambda at: self.caches[at],
             convert_logical_to_physical_topk=self._convert,
+            hisparse_group=SimpleNamespace(),
         )
         self.groups = [self.group]
         self.caches = [self._bytes(self.num_blocks) for _ in range(2)]
@@ -112,7 +115,7 @@ class _ToyEngine:
         self.source = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
         # Hot slots are the rows of blocks 9 and 10.
         self.map = torch.full((1, 2 * BLOCK), -1, dtype=torch.int32)
-        self.skip = False
+        self.group.hisparse_group.device_global_indices = self.map
         self.copied: dict[int, set[int]] = {}
         self.layers = [self._layer(at) for at in range(2)]
 
@@ -129,6 +132,7 @@ class _ToyEngine:
             slot_mapping=torch.zeros(512, dtype=torch.int64),
             mirror_slot_mapping=torch.zeros(512, dtype=torch.int64),
             dummy_batch=False,
+            runtime=SimpleNamespace(host_cache=self.host[at]),
         )
         layer = SimpleNamespace(
             layer_name=f"layer{at}",
@@ -194,7 +198,7 @@ class _ToyEngine:
                 logical = torch.full((1, TOP_K), -1, dtype=torch.int32)
                 logical[0, : len(wanted)] = torch.tensor(wanted, dtype=torch.int32)
                 self.group.convert_logical_to_physical_topk(at, logical, metadata)
-        self._mirror()
+        self.worker.finish_forward()
         batch = SimpleNamespace(
             req_ids=["r-1"],
             num_reqs=1,
@@ -203,26 +207,25 @@ class _ToyEngine:
         )
         self.runner.sample(torch.randn(1, 8), batch)
 
-    def _mirror(self) -> None:
-        if self.skip:
-            self.skip = False
-            return
+    def mirror(self) -> None:
         for at, layer in enumerate(self.layers):
             handle = layer.hisparse_cache
             slots = handle.slot_mapping[: self.tokens]
             rows = handle.mirror_slot_mapping[: self.tokens]
             self.host[at][rows] = self.caches[at][slots // BLOCK, slots % BLOCK]
 
-    # FaultAccess.
 
-    def host_row_bytes(self, layer: int, host_row: int) -> Any:
-        return self.host[layer][host_row]
+class _ToyWorker:
+    """The two steps of vLLM's worker that a planted fault reaches into."""
 
-    def skip_next_mirror(self) -> None:
-        self.skip = True
+    def __init__(self, engine: _ToyEngine) -> None:
+        self._engine = engine
 
-    def row_map(self, group: int) -> Any:
-        return self.map
+    def finish_forward(self) -> None:
+        self._enqueue_row_dma([0, 1])
+
+    def _enqueue_row_dma(self, layers: list[int]) -> None:
+        self._engine.mirror()
 
 
 def _run(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, Any, Any]:
