@@ -278,7 +278,10 @@ def measure_registration(arguments: argparse.Namespace, report: Report, folder: 
     import torch
 
     if arguments.engine == "native":
-        from hotpage.vllm import HiSparseConnector
+        from hotpage.vllm import HiSparseConnector, connector
+
+        # Draft tokens are not served yet; what they would take is measured all the same.
+        connector.check_worker = lambda config: None
     else:
         from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
             HiSparseConnector,
