@@ -36,6 +36,7 @@ LAUNCHED_SOURCES = (
     "stage_prefill",
     "invalidate",
     "digest_copies",
+    "reset_states",
 )
 
 

@@ -163,7 +163,7 @@ def test_doctor_reports_every_check_and_a_remedy_for_each_failure(
     code = cli.run(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in report["checks"]]
-    assert names == ["hotpage", "core", "kernels", "gpu", "torch", "vllm", "serving"]
+    assert names == ["hotpage", "core", "kernels", "gpu", "torch", "vllm"]
     for check in report["checks"]:
         assert check["finding"]
         assert bool(check["remedy"]) is not check["ok"], check
@@ -186,13 +186,6 @@ def test_doctor_says_so_when_the_kernels_are_missing(
     assert "no  kernels" in out
     assert "without the CUDA kernels" in out
     assert "make wheel" in out
-
-
-def test_doctor_does_not_say_that_workers_can_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "scheduler side only" in out
-    assert "Everything is in place" not in out
 
 
 def test_doctor_ends_with_0_only_if_nothing_is_missing(

@@ -16,7 +16,7 @@
  *  - A change of any struct, status or signature increments HOTPAGE_ABI_VERSION and is repeated in
  *    python/hotpage/kernels/_abi.py, which tests/unit/test_abi_sync.py compares with this file.
  */
-#define HOTPAGE_ABI_VERSION 4
+#define HOTPAGE_ABI_VERSION 5
 
 #define HOTPAGE_API __attribute__((visibility("default")))
 
@@ -39,7 +39,8 @@
   X(hotpage_stage_prefill_params, 336) \
   X(hotpage_invalidate_params, 120) \
   X(hotpage_cooperative_copy_params, 888) \
-  X(hotpage_digest_copies_params, 48)
+  X(hotpage_digest_copies_params, 48) \
+  X(hotpage_reset_states_params, 40)
 
 #ifdef __cplusplus
 extern "C" {
@@ -528,6 +529,19 @@ typedef struct hotpage_digest_copies_params {
   uint64_t scratch;
 } hotpage_digest_copies_params;
 
+/* Empties the row maps of some state rows in all index groups. */
+typedef struct hotpage_reset_states_params {
+  uint32_t struct_size;
+  int32_t num_index_groups;
+  int32_t num_state_rows;
+  int32_t num_listed;
+  int64_t reserved;
+  /* int64 [num_index_groups][HOTPAGE_NUM_STATE_COLUMNS] in device memory. */
+  uint64_t states;
+  /* int32 [num_listed]: state rows; those outside [0, num_state_rows) are ignored. */
+  uint64_t state_row;
+} hotpage_reset_states_params;
+
 #define HOTPAGE_ASSERT_SIZE(name, bytes) \
   HOTPAGE_STATIC_ASSERT(sizeof(struct name) == (bytes), #name " has an unexpected size");
 HOTPAGE_STRUCTS(HOTPAGE_ASSERT_SIZE)
@@ -581,6 +595,8 @@ HOTPAGE_API hotpage_status hotpage_stage_prefill(const hotpage_stage_prefill_par
                                                  void *stream);
 HOTPAGE_API hotpage_status hotpage_invalidate(const hotpage_invalidate_params *params,
                                               void *stream);
+HOTPAGE_API hotpage_status hotpage_reset_states(const hotpage_reset_states_params *params,
+                                                void *stream);
 
 /* Enqueues one launch whose blocks wait for the same launch of the other ranks. */
 HOTPAGE_API hotpage_status hotpage_cooperative_copy(const hotpage_cooperative_copy_params *params,

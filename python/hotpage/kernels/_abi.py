@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 OK = 0
 STATUS_STRUCT_SIZE = 1
@@ -360,4 +360,19 @@ class DigestCopiesParams(ParameterBlock):
         ("copy_count", ctypes.c_uint64),
         ("digest", ctypes.c_uint64),
         ("scratch", ctypes.c_uint64),
+    ]
+
+
+@mirror("hotpage_reset_states_params", launcher="hotpage_reset_states")
+class ResetStatesParams(ParameterBlock):
+    """State rows whose row maps become empty in all index groups."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_index_groups", ctypes.c_int32),
+        ("num_state_rows", ctypes.c_int32),
+        ("num_listed", ctypes.c_int32),
+        ("reserved", ctypes.c_int64),
+        ("states", ctypes.c_uint64),
+        ("state_row", ctypes.c_uint64),
     ]

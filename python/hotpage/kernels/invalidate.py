@@ -35,6 +35,43 @@ class Holders:
         """int32 `[host blocks][ceil(state rows / 32)]`: bit s % 32 of word s / 32: state row s."""
 
 
+def build_state_table(states: Sequence[RowState]) -> torch.Tensor:
+    """The states of all index groups as the kernels find them.
+
+    Returns:
+        int64 `[index groups][4]` on their device: addresses of row map, stamps and epochs, and the
+        hot rows.
+
+    Raises:
+        ConfigError: no states, or tensors that the kernels do not take.
+    """
+    import torch
+
+    if not states:
+        raise ConfigError("no states were given, expected those of every index group")
+    device = states[0].row_map.device
+    num_state_rows = int(states[0].row_map.shape[0])
+    if num_state_rows > _abi.MAX_STATE_ROWS:
+        raise ConfigError(
+            f"there are {num_state_rows} state rows, expected at most {_abi.MAX_STATE_ROWS}"
+        )
+    for i, state in enumerate(states):
+        check_tensor(f"row_map {i}", state.row_map, "int32", (num_state_rows, None), device)
+        shape = tuple(state.row_map.shape)
+        check_tensor(f"last_used {i}", state.last_used, ("int16", "uint16"), shape, device)
+        check_tensor(f"epoch {i}", state.epoch, ("int32", "uint32"), shape[:1], device)
+        for name in ("row_map", "last_used", "epoch"):
+            check_contiguous(f"{name} {i}", getattr(state, name))
+        misaligned = state.row_map.data_ptr() % 16 or state.last_used.data_ptr() % 8
+        if shape[1] % HOT_ROWS_UNIT or misaligned:
+            raise ConfigError(f"row_map {i} is not made of whole 16-byte pieces")
+    table = [
+        (s.row_map.data_ptr(), s.last_used.data_ptr(), s.epoch.data_ptr(), s.row_map.shape[1])
+        for s in states
+    ]
+    return torch.tensor(table, dtype=torch.int64, device=device)
+
+
 class Invalidate:
     """invalidate bound to the states of all index groups.
 
@@ -73,10 +110,8 @@ class Invalidate:
     ) -> None:
         import torch
 
-        if not states:
-            raise ConfigError("no states were given, expected those of every index group")
+        self._table = build_state_table(states)
         device = states[0].row_map.device
-        self._check_states(states, device)
         num_state_rows = int(states[0].row_map.shape[0])
         if block_size < 1 or not 1 <= num_host_blocks <= (2**31 - 1) // block_size:
             raise ConfigError(
@@ -87,11 +122,6 @@ class Invalidate:
             raise ConfigError(f"max_blocks is {max_blocks}, expected 0 (no limit) or more")
         check_list("recycled", recycled, "int32", 0, device)
         check_list("rewritten", rewritten, "int64", 0, device)
-        table = [
-            (s.row_map.data_ptr(), s.last_used.data_ptr(), s.epoch.data_ptr(), s.row_map.shape[1])
-            for s in states
-        ]
-        self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(1, dtype=torch.int32, device=device)
         self.freed = torch.zeros(1, dtype=torch.int64, device=device)
         """int64 `[1]`: hot slots freed; it only grows."""
@@ -101,7 +131,7 @@ class Invalidate:
             num_state_rows=num_state_rows,
             block_size=block_size,
             max_blocks=max_blocks,
-            max_hot_rows=max(row[3] for row in table),
+            max_hot_rows=max(int(state.row_map.shape[1]) for state in states),
             num_host_blocks=num_host_blocks,
             states=self._table.data_ptr(),
             recycled_host_block=recycled.data_ptr(),
@@ -114,23 +144,6 @@ class Invalidate:
         self._library, _ = usable_library(device)
         self.states = tuple(states)
         self._tensors = (recycled, rewritten, active, holders, tuple(masks))
-
-    @staticmethod
-    def _check_states(states: Sequence[RowState], device: torch.device) -> None:
-        num_state_rows = int(states[0].row_map.shape[0])
-        if num_state_rows > _abi.MAX_STATE_ROWS:
-            raise ConfigError(
-                f"there are {num_state_rows} state rows, expected at most {_abi.MAX_STATE_ROWS}"
-            )
-        for i, state in enumerate(states):
-            check_tensor(f"row_map {i}", state.row_map, "int32", (num_state_rows, None), device)
-            shape = tuple(state.row_map.shape)
-            check_tensor(f"last_used {i}", state.last_used, ("int16", "uint16"), shape, device)
-            check_tensor(f"epoch {i}", state.epoch, ("int32", "uint32"), shape[:1], device)
-            for name in ("row_map", "last_used", "epoch"):
-                check_contiguous(f"{name} {i}", getattr(state, name))
-            if shape[1] % HOT_ROWS_UNIT or state.row_map.data_ptr() % 16:
-                raise ConfigError(f"row_map {i} is not made of whole 16-byte pieces")
 
     def _bind_search(
         self, active: torch.Tensor | None, holders: Holders | None, device: torch.device

@@ -177,7 +177,8 @@ class ResolveAndCopy:
     ) -> None:
         device = inputs.logical_topk.device
         self._tensors = (inputs, state, outputs, layers)
-        self._topk = inputs.logical_topk
+        self._topk: object = inputs.logical_topk
+        self._max_requests = int(inputs.state_row.shape[0])
         self._shape = tuple(inputs.logical_topk.shape)
         self._device = device
         self.params = _abi.ResolveAndCopyParams()
@@ -316,6 +317,42 @@ class ResolveAndCopy:
         self.params.logical_topk = logical_topk.data_ptr()
         self.params.logical_topk_stride = logical_topk.stride(0)
         self._topk = logical_topk
+
+    def set_batch(
+        self,
+        logical_topk: torch.Tensor,
+        row_request: torch.Tensor,
+        num_valid_rows: torch.Tensor,
+        num_requests: int,
+    ) -> None:
+        """Serves the first rows and requests of the bound batch, from these inputs, from now on.
+
+        Outputs of later rows, and the copy lists of later requests, stay as they are. A captured
+        graph keeps its own.
+
+        Args:
+            logical_topk: int32 `[rows][top_k]`, at most as many rows as were bound.
+            row_request: int32 `[at least rows]`.
+            num_valid_rows: int32 `[1]`.
+            num_requests: batch requests that the rows belong to, at most as many as were bound.
+
+        Raises:
+            ConfigError: another dtype or device, or more than was bound.
+        """
+        num_rows = int(logical_topk.shape[0])
+        check_tensor("logical_topk", logical_topk, "int32", (None, self._shape[1]), self._device)
+        check_tensor("row_request", row_request, "int32", (None,), self._device)
+        check_tensor("num_valid_rows", num_valid_rows, "int32", (1,), self._device)
+        _check_bound("rows of the batch", num_rows, 1, self._shape[0])
+        _check_bound("entries of row_request", int(row_request.shape[0]), num_rows, 2**31 - 1)
+        _check_bound("num_requests", num_requests, 1, self._max_requests)
+        params = self.params
+        params.num_rows, params.copy.num_requests = num_rows, num_requests
+        params.logical_topk = logical_topk.data_ptr()
+        params.logical_topk_stride = logical_topk.stride(0)
+        params.row_request = row_request.data_ptr()
+        params.num_valid_rows = num_valid_rows.data_ptr()
+        self._topk = (logical_topk, row_request, num_valid_rows)
 
     def __call__(self, stream: int) -> None:
         """Enqueues the resolve, and the copy if layers are bound.

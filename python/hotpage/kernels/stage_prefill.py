@@ -82,7 +82,7 @@ class StagePrefill:
             same = layer.host_row_stride == first.host_row_stride
             if not same or layer.gpu.stride(0) != first.gpu.stride(0):
                 raise ConfigError(f"layer {i} has other strides than layer 0")
-        self._device = first.gpu.device
+        self._device, self._first = first.gpu.device, first
         self.params = _abi.StagePrefillParams(
             num_layers=len(layers),
             row_bytes=first.row_bytes,
@@ -130,6 +130,7 @@ class StagePrefill:
     def _bind_inputs(self, inputs: StageInputs) -> None:
         params, device = self.params, self._device
         self._max_requests = min(int(inputs.state_row.shape[0]), _abi.MAX_REQUESTS)
+        self._bound_requests = self._max_requests
         check_list("row_start", inputs.row_start, "int32", self._max_requests + 1, device)
         check_list("first_position", inputs.first_position, "int32", self._max_requests, device)
         check_list("state_row", inputs.state_row, "int32", self._max_requests, device)
@@ -152,6 +153,43 @@ class StagePrefill:
             "counters",
         ):  # fmt: skip
             setattr(params, name, getattr(inputs, name).data_ptr())
+
+    def set_chunk(
+        self,
+        workspace: Sequence[torch.Tensor],
+        row_start: torch.Tensor,
+        state_row: torch.Tensor,
+        source_block_table: torch.Tensor,
+    ) -> None:
+        """Stages these requests into this workspace from now on; a captured graph keeps its own.
+
+        Args:
+            workspace: as in the constructor, of the same dtype and width.
+            row_start: int32 `[requests + 1]`.
+            state_row: int32 `[requests]`, no more requests than were bound.
+            source_block_table: int32 `[requests][pages]`, as many pages as were bound.
+
+        Raises:
+            ConfigError: a tensor that the kernel does not take, or more requests than were bound.
+        """
+        requests = int(state_row.shape[0])
+        if not 1 <= requests <= self._bound_requests:
+            raise ConfigError(
+                f"the chunk has {requests} requests, expected 1 to {self._bound_requests}"
+            )
+        if len(workspace) != self.params.num_layers:
+            raise ConfigError(f"got {len(workspace)} workspaces, expected {self.params.num_layers}")
+        self._bind_workspace(self._first, workspace)
+        params, device = self.params, self._device
+        check_list("row_start", row_start, "int32", requests + 1, device)
+        check_list("state_row", state_row, "int32", requests, device)
+        shape = (requests, params.num_pages)
+        check_tensor("source_block_table", source_block_table, "int32", shape, device)
+        params.row_start, params.state_row = row_start.data_ptr(), state_row.data_ptr()
+        params.source_block_table = source_block_table.data_ptr()
+        params.source_block_table_stride = source_block_table.stride(0)
+        self._max_requests = requests
+        self._chunk = (tuple(workspace), row_start, state_row, source_block_table)
 
     def __call__(self, num_requests: int, num_rows: int, stream: int) -> None:
         """Enqueues the staging of one chunk.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of one host have in common at run time: meetings, events, each other's memory."""
+"""Owns streams and events, what is put on them, and what the ranks of a host share; no vLLM."""

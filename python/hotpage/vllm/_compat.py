@@ -16,15 +16,25 @@ from hotpage.errors import UnsupportedVllmError
 
 FILES = (
     "distributed/kv_transfer/kv_connector/v1/hisparse/connector.py",
+    "model_executor/layers/attention/mla_attention.py",
+    "model_executor/layers/attention/sparse_mla_attention.py",
+    "models/deepseek_v32/attention.py",
+    "v1/attention/backends/mla/flashmla_sparse.py",
+    "v1/attention/backends/mla/index_group.py",
     "v1/core/block_pool.py",
     "v1/core/kv_cache_coordinator.py",
     "v1/core/kv_cache_manager.py",
     "v1/core/single_type_kv_cache_manager.py",
+    "v1/hisparse/binding.py",
     "v1/hisparse/block_pool.py",
     "v1/hisparse/coordinator.py",
+    "v1/hisparse/layout.py",
+    "v1/hisparse/runtime.py",
     "v1/hisparse/types.py",
+    "v1/worker/gpu/block_table.py",
+    "v1/worker/gpu/kv_connector.py",
 )
-"""Files whose private members the scheduler side calls or replaces."""
+"""Files whose private members, or whose ways of calling, the adapter relies on."""
 
 FINGERPRINTS: dict[str, dict[str, str]] = {
     "0.33.0": dict(
@@ -32,13 +42,23 @@ FINGERPRINTS: dict[str, dict[str, str]] = {
             FILES,
             (
                 "78610e02ebdd622dc8272a98d75c2a75a41d8b19ce1e72ac582bdedd19d11f13",
+                "af3300b09fda788591861cff8f59ef2d41b02f17164763647d75f33330406f0d",
+                "c2ca75bfe12b33bb26c3ec3d9fe735cd2ddc68c245d6c76788af2632b9528b77",
+                "35e7c3d648d22d753926624296619ec70470cea3d66f9c761109b70ecaab9db1",
+                "2fdaa4f410e3723dc77f2d812320dbb9ebbeb6b31eef9485a0af25d6047d2713",
+                "16832938427dbf56e15050eaca0387914f06263b9a02ceaa56da0cfb3e9ceabd",
                 "64d304d2b431a6ce9a0a0425610122354e1ac11b6aff1ca7d467d4218183774c",
                 "6bf7583c5fd3fb85a99437eb3d7f3eddd319314ff93737e847d071fda59383e3",
                 "39ae1c1564a034fd59736a92d962bfab5a0af03529e01349b765422dbd5a355d",
                 "4b8c34ff759855b94a5a3a4a3a1b4784077f27077539e01509c1b3f72e75455f",
+                "64963a4e7b401a4d1424d2c64432e47845f26ae010ee710bb6845015c650b8da",
                 "eaa39a8f6f3bd723064228bc56d8bf3bee0264b9363d025ff6ac13c68e37db59",
                 "530a488c60c3411e53eab42a8fe0624454de942204da304391a4f1c295b30666",
+                "42b8d9c6c7df5588ab541976afc0e62003d87652f943c0868876acb15e9b9c62",
+                "a6ad68edbf1790c9e48712dd53c1f4f444b77f6f223a9c9f131e2f2f5de1cca1",
                 "ea48874e93e834510867c896e5a594d7399fbece7e7afb01631888fd6ad4a5c7",
+                "3433729cad5aa5fceb312e0a8d9ffabb3f7327dbdd18966d576e64d090313020",
+                "bb70716b5ed291af5e54e2ffa9ca4b549d51e92355fa65f3f88253c9500daeb4",
             ),
             strict=True,
         )

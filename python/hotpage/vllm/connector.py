@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as upstream
@@ -11,12 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as u
 from hotpage.errors import ConfigError
 from hotpage.vllm import plugin
 from hotpage.vllm._compat import check_vllm
-from hotpage.vllm.options import Options, check_native, parse_options
+from hotpage.vllm.metadata import HotPageConnectorMetadata
+from hotpage.vllm.options import Options, check_native, check_worker, parse_options
 from hotpage.vllm.scheduler import NativeConnectorScheduler
 from hotpage.vllm.wiring import CoordinatorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -42,7 +44,13 @@ class HiSparseConnector(upstream.HiSparseConnector):
         if native:
             _check(vllm_config, role, self.options)
         super().__init__(vllm_config, role, kv_cache_config)
-        if native:
+        if native and role == KVConnectorRole.WORKER:
+            from hotpage.vllm.worker import NativeConnectorWorker
+
+            self.connector_worker = NativeConnectorWorker(
+                vllm_config, kv_cache_config, self.options
+            )
+        elif native:
             self.connector_scheduler = NativeConnectorScheduler(
                 settings=_settings(vllm_config, self.options),
                 allocate_fast_path=self.options.allocate_fast_path,
@@ -56,6 +64,22 @@ class HiSparseConnector(upstream.HiSparseConnector):
         else:
             super().bind_kv_cache_manager(kv_cache_manager)
 
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Hands the step's plans to the worker, before the forward pass."""
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, HotPageConnectorMetadata):
+            super().start_load_kv(forward_context, **kwargs)
+            return
+        worker = self.connector_worker
+        assert worker is not None
+        worker.start_step(
+            metadata,
+            kwargs.get("request_state_indices"),
+            kwargs.get("request_ids"),
+            num_tokens=int(kwargs.get("num_tokens") or 0),
+        )
+        worker.prepare_forward(kwargs.get("attn_metadata"))
+
 
 def _check(config: VllmConfig, role: KVConnectorRole, options: Options) -> None:
     check_vllm()
@@ -66,10 +90,7 @@ def _check(config: VllmConfig, role: KVConnectorRole, options: Options) -> None:
             "install the wheel and add hotpage to VLLM_PLUGINS if that is set"
         )
     if role == KVConnectorRole.WORKER:
-        raise ConfigError(
-            "engine native has no worker side in this version of hotpage; "
-            'set "engine": "upstream" in kv_connector_extra_config'
-        )
+        check_worker(config)
 
 
 def _settings(config: VllmConfig, options: Options) -> CoordinatorSettings:

@@ -77,6 +77,62 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
     return options
 
 
+def native_options(config: VllmConfig) -> Options | None:
+    """Options of the entry that selects hotpage's native engine; None if there is none.
+
+    Works before any connector exists: the entry may be the configuration's own or a child of a
+    MultiConnector.
+
+    Raises:
+        ConfigError: as `parse_options`.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    extra = dict(transfer.kv_connector_extra_config or {})
+    if transfer.kv_connector_module_path == MODULE_PATH:
+        options = parse_options(extra)
+        return options if options.engine == "native" else None
+    children = extra.get("connectors", ()) if transfer.kv_connector == "MultiConnector" else ()
+    for at, child in enumerate(children):
+        if child.get("kv_connector_module_path") != MODULE_PATH:
+            continue
+        siblings = [str(c.get("kv_connector")) for i, c in enumerate(children) if i != at]
+        own = {**child.get("kv_connector_extra_config", {}), SIBLINGS_KEY: siblings}
+        options = parse_options(own)
+        return options if options.engine == "native" else None
+    return None
+
+
+def check_worker(config: VllmConfig) -> None:
+    """Refuses what the native worker was not proven to serve.
+
+    Raises:
+        ConfigError: one sentence that names the setting and the remedy.
+    """
+    from vllm.config import CUDAGraphMode
+
+    remedy = 'or set "engine": "upstream" in kv_connector_extra_config'
+    if config.parallel_config.world_size > 1:
+        raise ConfigError(
+            f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
+            f"use data parallel replicas {remedy}"
+        )
+    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        raise ConfigError(
+            f"engine native does not serve CUDA graphs yet; add --enforce-eager {remedy}"
+        )
+    if config.num_speculative_tokens:
+        raise ConfigError(
+            f"engine native does not serve speculative decoding yet; drop it {remedy}"
+        )
+    if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
+        raise ConfigError(
+            f"engine native does not serve kv_cache_dtype {config.cache_config.cache_dtype} yet; "
+            f"use fp8_ds_mla {remedy}"
+        )
+
+
 def check_native(config: VllmConfig, options: Options) -> None:
     """Refuses what the native engine cannot serve.
 

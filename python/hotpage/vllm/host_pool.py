@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the host pool inside vLLM: when it is made, where each layer's rows lie, when it goes.
+
+vLLM makes its host pool while it profiles, before any connector exists, and keeps it for the real
+caches. The general plugin puts hotpage's in its place; every other configuration gets vLLM's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from hotpage.errors import ConfigError
+from hotpage.memory import HostPool, PoolLayout
+from hotpage.vllm.options import native_options
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.hisparse.runtime import HiSparseHostPool
+
+    from hotpage.vllm.caches import BoundCaches
+
+logger = logging.getLogger(__name__)
+
+_pools: dict[str, NativeHostPool] = {}
+"""By the instance id of vLLM's configuration, as vLLM keeps its own."""
+
+
+class NativeHostPool:
+    """The pool of one engine, and which layer's rows lie where.
+
+    Args:
+        pool: the pinned memory.
+        names: layer names in the order of the pool's layers.
+    """
+
+    def __init__(self, pool: HostPool, names: list[str]) -> None:
+        self.pool, self.names = pool, names
+
+    def layer_rows(self) -> dict[str, torch.Tensor]:
+        """uint8 `[host blocks][block size][row_bytes]` of each layer, without a copy."""
+        return {name: self.pool.layer_rows(at) for at, name in enumerate(self.names)}
+
+    def cleanup(self) -> None:
+        """Unpins and frees; the name under which vLLM calls it when its set-up fails."""
+        self.pool.close()
+
+
+def allocate(host: HiSparseHostPool, size: int) -> None:
+    """Makes the pool of a native configuration and puts it into vLLM's holder.
+
+    Args:
+        host: vLLM's holder, empty.
+        size: bytes that vLLM has counted for the pool.
+
+    Raises:
+        CapacityError: memory that cannot be had or pinned.
+        ConfigError: a size other than the layers'.
+    """
+    import torch
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    from hotpage.vllm.caches import index_groups
+
+    options = native_options(host.vllm_config)
+    assert options is not None
+    config = host.kv_cache_config
+    context = host.vllm_config.compilation_config.static_forward_context
+    groups = index_groups(config, context)
+    (source,) = (group for group in config.kv_cache_groups if group.host_resident)
+    spec = source.kv_cache_spec
+    specs = list(
+        spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
+    (block_size,) = {one.block_size for one in specs}
+    block_bytes = {one.page_size_bytes for one in specs}
+    if len(block_bytes) != 1 or next(iter(block_bytes)) % block_size:
+        raise ConfigError("the layers have rows of different widths; use one KV cache dtype")
+    assert config.hisparse_host_num_blocks is not None
+    layout = PoolLayout(
+        index_groups=tuple(len(names) for names in groups),
+        block_size=block_size,
+        row_bytes=block_bytes.pop() // block_size,
+        num_host_blocks=config.hisparse_host_num_blocks,
+        row_interleaved=options.resolved_host_layout == "row_interleaved",
+    )
+    if layout.num_bytes != size:
+        raise ConfigError(
+            f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
+            "report this model"
+        )
+    pool = HostPool(layout, device=torch.accelerator.current_device_index())
+    native = NativeHostPool(pool, [name for names in groups for name in names])
+    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
+    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
+    host.shared_region = native
+    _pools[host.vllm_config.instance_id] = native
+    logger.info(
+        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
+        layout.num_bytes / 2**30,
+        layout.num_host_blocks,
+        options.resolved_host_layout,
+        "unknown" if pool.numa_node is None else pool.numa_node,
+    )
+
+
+def host_pool_of(vllm_config: VllmConfig) -> NativeHostPool:
+    """The pool that `allocate` made for this configuration.
+
+    Raises:
+        ConfigError: there is none, or it is closed.
+    """
+    native = _pools.get(vllm_config.instance_id)
+    if native is None or not native.pool.is_open:
+        raise ConfigError(
+            "vLLM made the host pool itself; load hotpage's entry point of the group "
+            "vllm.general_plugins in the workers, too"
+        )
+    return native
+
+
+def release(vllm_config: VllmConfig) -> None:
+    """Frees the pool; its streams are idle. Called again it does nothing."""
+    from vllm.v1.hisparse.runtime import drop_hisparse_host_pool
+
+    native = _pools.pop(vllm_config.instance_id, None)
+    drop_hisparse_host_pool(vllm_config)
+    if native is not None:
+        native.cleanup()
+
+
+def rebind(
+    caches: BoundCaches, kv_caches: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]
+) -> None:
+    """Shows vLLM the layers where their rows are, so that its Python reads the right ones.
+
+    Args:
+        kv_caches: vLLM's dictionary, changed in place.
+        rows: uint8 `[host blocks][block size][row_bytes]` of each layer.
+    """
+    for layer in caches.layers:
+        old = kv_caches[layer.name]
+        view = typed_rows(rows[layer.name], old.dtype)
+        # vLLM's view has a dimension of one head behind the blocks.
+        shown = view.unsqueeze(1) if old.dim() == 4 else view
+        if tuple(shown.shape) != tuple(old.shape):
+            raise ConfigError(
+                f"vLLM shows the host cache of layer {layer.name} as {tuple(old.shape)}, expected "
+                f"{tuple(shown.shape)}; use the kernel's own --block-size"
+            )
+        kv_caches[layer.name] = shown
+        layer.attention.bind_kv_cache(shown)
+        num_rows = view.shape[0] * view.shape[1]
+        layer.handle.runtime._host_cache = view.as_strided(
+            (num_rows, view.shape[2]), (view.stride(1), 1), view.storage_offset()
+        )
+
+
+def typed_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 `[blocks][block size][row_bytes]` with gaps between rows, as rows of `dtype`."""
+    import torch
+
+    if dtype.itemsize == 1:
+        return rows.view(dtype)
+    size = dtype.itemsize
+    flat = torch.empty(0, dtype=dtype).set_(rows.untyped_storage())
+    return flat.as_strided(
+        (*rows.shape[:2], rows.shape[2] // size),
+        (rows.stride(0) // size, rows.stride(1) // size, 1),
+        rows.storage_offset() // size,
+    )

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the connector's worker side under `engine: native`: one step's plans become launches.
+
+No call here waits for the device, and nothing is read back to decide what to launch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotpage._core import (
+    TRANSFER_HOST_COPY,
+    TRANSFER_MIRRORED,
+    TRANSFER_RESTORE,
+    TRANSFER_SPILL,
+)
+from hotpage.errors import ConfigError
+from hotpage.kernels.copy_pages import RestorePages, SpillPages
+from hotpage.kernels.invalidate import Holders
+from hotpage.kernels.layer_table import LayerTable, PoolLayer
+from hotpage.runtime.acks import AckQueue
+from hotpage.runtime.mirror import Mirrors
+from hotpage.runtime.pages import PageCopier, Pages
+from hotpage.runtime.streams import wait_for_current_stream, wait_for_device
+from hotpage.vllm import host_pool
+from hotpage.vllm.attention import GroupOps, retype
+from hotpage.vllm.caches import BoundCaches, pool_layers
+from hotpage.vllm.counters import DeviceCounters
+from hotpage.vllm.prefill import ChunkStarts, LayerStaging
+from hotpage.vllm.resolver import GroupResolver, RowLengths
+from hotpage.vllm.step_tables import StepTables, changes_tables
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.stats import (
+        HiSparseKVConnectorStats,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from hotpage._core import StepPlan
+    from hotpage.vllm.metadata import HotPageConnectorMetadata
+    from hotpage.vllm.options import Options
+
+
+logger = logging.getLogger(__name__)
+
+# vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
+_KERNEL_BLOCK_SIZE = 64
+
+
+class NativeConnectorWorker:
+    """Worker side of one rank.
+
+    Args:
+        vllm_config: of this worker.
+        kv_cache_config: of this worker.
+        options: of this connector.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+    ) -> None:
+        self._config, self._kv_cache_config, self._options = vllm_config, kv_cache_config, options
+        self._names: dict[int, str] = {}
+        self._num_tokens = 0
+        self._after_forward: list[StepPlan] = []
+        self._host_copies_done: list[int] = []
+        self._is_open = False
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Binds everything to vLLM's caches and puts hotpage's ops behind its attention layers.
+
+        Raises:
+            ConfigError: caches that are bound otherwise than expected.
+            KernelUnavailableError: no kernels for this device.
+        """
+        context = self._config.compilation_config.static_forward_context
+        try:
+            self._bind(BoundCaches.collect(self._kv_cache_config, context), kv_caches)
+        except Exception:
+            host_pool.release(self._config)
+            raise
+        self._is_open = True
+
+    def _bind(self, caches: BoundCaches, kv_caches: dict[str, torch.Tensor]) -> None:
+        native = host_pool.host_pool_of(self._config)
+        self.caches, self.host_pool = caches, native
+        if caches.block_size != _KERNEL_BLOCK_SIZE:
+            raise ConfigError(
+                f"engine native serves blocks of {_KERNEL_BLOCK_SIZE} tokens, the caches have "
+                f"{caches.block_size}; set --block-size {_KERNEL_BLOCK_SIZE}"
+            )
+        if native.pool.layout.row_interleaved:
+            host_pool.rebind(caches, kv_caches, native.layer_rows())
+        self.layers = pool_layers(caches)
+        self._handles = [layer.handle for layer in caches.layers]
+        drafts = [layer.is_draft for layer in caches.layers]
+        self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
+        self._mirrors = Mirrors(
+            [rows for rows, draft in zip(self.layers, drafts, strict=True) if not draft],
+            [rows for rows, draft in zip(self.layers, drafts, strict=True) if draft],
+            caches.slots,
+            num_kv_groups=caches.num_kv_groups,
+        )
+        holders = Holders(caches.num_host_blocks, caches.max_requests, caches.device)
+        self._restore = PageCopier(RestorePages, self._all_layers)
+        self._spill = PageCopier(SpillPages, self._all_layers)
+        self._acks = AckQueue(self._mirrors.masks, self._spill, self._mirrors.run_beside)
+        self._retype(caches, holders)
+        self.states = [resolver.state for resolver in self._resolvers]
+        self._tables = StepTables(
+            caches, self.states, holders, self._mirrors.masks, caches.slots.host_row
+        )
+        row_bytes = [len(group.layers) * self._all_layers.row_bytes for group in caches.groups]
+        self._counters = DeviceCounters(
+            [state.counters for state in self.states], row_bytes, self._options.metrics_interval
+        )
+        wait_for_current_stream(caches.device)
+
+    def _retype(self, caches: BoundCaches, holders: Holders) -> None:
+        import torch
+
+        leader = caches.groups[0].leader.handle.runtime
+        lengths = RowLengths(leader.max_swap_rows, caches.device)
+        chunks = ChunkStarts()
+        zeros = torch.zeros(caches.max_requests + 1, dtype=torch.int32, device=caches.device)
+        staged = torch.zeros(3, dtype=torch.int64, device=caches.device)
+        self._lengths, self._chunks, self.staged_counters = lengths, chunks, staged
+        self._resolvers, self._staging, at = [], [], 0
+        for group in caches.groups:
+            rows: list[PoolLayer] = self.layers[at : at + len(group.layers)]
+            at += len(group.layers)
+            resolver = GroupResolver(group, caches, rows, lengths, holders)
+            staging = tuple(
+                LayerStaging(layer, one, caches, chunks, staged, zeros)
+                for layer, one in zip(group.layers, rows, strict=True)
+            )
+            retype(group.index_group, GroupOps(resolver, staging))
+            self._resolvers.append(resolver)
+            self._staging.extend(staging)
+
+    def start_step(
+        self,
+        metadata: HotPageConnectorMetadata,
+        request_state_indices: torch.Tensor | None,
+        request_ids: Sequence[str] | None = None,
+        num_tokens: int = 0,
+    ) -> None:
+        """Enqueues what must come before the forward pass, on the computing stream.
+
+        Args:
+            metadata: of the step.
+            request_state_indices: int32 `[batch]` on the device: state row of each batch request.
+            request_ids: the batch, in the runner's order.
+            num_tokens: tokens of the forward pass, 0 if there is none.
+
+        Raises:
+            ProtocolError: plans that contradict the batch.
+            KernelError: a launch failed.
+        """
+        self._lengths.forget()
+        self._chunks.forget()
+        self._finish_previous_step()
+        self._mirrors.join()
+        self._num_tokens = num_tokens
+        for id in metadata.retired:
+            self._names.pop(id, None)
+        self._names.update(metadata.started)
+        resident = metadata.all_context_pages_resident
+        for handle in self._handles:
+            handle.all_context_pages_resident = resident
+        self._tables.forget_stale(metadata.plans, num_tokens)
+        if metadata.host_copies:
+            self._copy_host_blocks(metadata.host_copies)
+            self._host_copies_done.extend(target for _, target in metadata.host_copies)
+        for plan in metadata.plans:
+            self._transfer_before_forward(plan)
+        if request_state_indices is not None:
+            self._tables.set_batch(request_state_indices)
+        self._apply_tables(metadata, request_ids or ())
+
+    def _apply_tables(self, metadata: HotPageConnectorMetadata, request_ids: Sequence[str]) -> None:
+        changed = [plan for plan in metadata.plans if changes_tables(plan)]
+        if not changed:
+            return
+        rows = {name: row for row, name in enumerate(request_ids)}
+        scheduled = np.frombuffer(metadata.batch, np.int32).tolist()
+        batch_row = {id: row for id in scheduled if (row := rows.get(self._names[id])) is not None}
+        for plan in changed:
+            self._tables.apply(plan, batch_row)
+
+    def prepare_forward(self, attn_metadata: dict[str, Any] | None) -> None:
+        """Tells the layers of their batch where a captured graph will run instead of them."""
+        if attn_metadata is None:
+            return
+        for group in self.caches.groups:
+            metadata = attn_metadata.get(group.leader.name)
+            if metadata is not None:
+                group.leader.handle.prepare_group_for_batch(metadata)
+
+    def finish_forward(self) -> None:
+        """Enqueues the mirror of the rows that the forward pass wrote; sampling does not wait.
+
+        Raises:
+            KernelError: a launch failed.
+        """
+        self._mirrors.mirror(self._num_tokens)
+        if not self._mirrors.has_drafts:
+            self._finish_previous_step()
+
+    def _finish_previous_step(self) -> None:
+        """What waits for the drafter's rows, or for the mirror alone where there is no drafter."""
+        self._mirrors.mirror_drafts()
+        plans, self._after_forward = self._after_forward, []
+        if plans:
+            self._mirrors.run_beside(lambda: self._transfer_after_forward(plans))
+
+    def _transfer_before_forward(self, plan: StepPlan) -> None:
+        kinds = plan.transfer_kind
+        if not len(kinds):
+            return
+        now = plan.transfer_after_forward == 0
+        copies = np.flatnonzero(kinds == TRANSFER_HOST_COPY)
+        if len(copies):
+            sources = plan.transfer_source_host_block[copies].tolist()
+            targets = plan.transfer_host_block[copies].tolist()
+            self._copy_host_blocks(list(zip(sources, targets, strict=True)))
+            self._acks.add(plan.transfer_id[copies].tolist())
+        restores = np.flatnonzero(kinds == TRANSFER_RESTORE)
+        if len(restores):
+            self._restore(_pages(plan).take(restores))
+            self._acks.add(plan.transfer_id[restores].tolist())
+        if not now.all():
+            self._after_forward.append(plan)
+        self._transfer_to_host(plan, now)
+
+    def _transfer_after_forward(self, plans: Sequence[StepPlan]) -> None:
+        for plan in plans:
+            self._enqueue_to_host(plan, plan.transfer_after_forward == 1)
+
+    def _transfer_to_host(self, plan: StepPlan, chosen: np.ndarray) -> None:
+        kinds = plan.transfer_kind
+        if (chosen & ((kinds == TRANSFER_SPILL) | (kinds == TRANSFER_MIRRORED))).any():
+            self._mirrors.run_beside(lambda: self._enqueue_to_host(plan, chosen))
+
+    def _enqueue_to_host(self, plan: StepPlan, chosen: np.ndarray) -> None:
+        spills = np.flatnonzero(chosen & (plan.transfer_kind == TRANSFER_SPILL))
+        if len(spills):
+            self._spill(_pages(plan).take(spills))
+            self._acks.add(plan.transfer_id[spills].tolist())
+        mirrored = np.flatnonzero(chosen & (plan.transfer_kind == TRANSFER_MIRRORED))
+        if len(mirrored):
+            self._acks.add_mirrored(
+                plan.transfer_id[mirrored].tolist(), _pages(plan).take(mirrored)
+            )
+
+    def _copy_host_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies host blocks by the CPU, which waits for rows on their way there and for readers of
+        what the blocks held before.
+
+        Rare: a request that shares a page and is about to write it.
+        """
+        self._mirrors.synchronize()
+        wait_for_current_stream(self.caches.device)
+        for rows in self.layers:
+            for source, target in pairs:
+                rows.host[target].copy_(rows.host[source])
+
+    def take_transfer_updates(self) -> tuple[list[int], list[int]]:
+        """Drains `(enqueued, completed)` transfer ids."""
+        return self._acks.take()
+
+    def take_completed_host_copies(self) -> list[int]:
+        """Drains destinations of host block copies that have run."""
+        done, self._host_copies_done = self._host_copies_done, []
+        return done
+
+    def get_kv_connector_stats(self) -> HiSparseKVConnectorStats | None:
+        """Hits and misses since the last reading, if one has come in."""
+        return self._counters.poll()
+
+    def reset_hot_state(self) -> None:
+        """Empties all row maps: capture runs have filled them."""
+        for state in self.states:
+            state.reset()
+
+    def launch_counts(self) -> dict[str, int]:
+        """Launches of each op so far, by name."""
+        return {
+            "resolve_and_copy": sum(r.num_launches for r in self._resolvers),
+            "stage_prefill": sum(s.num_launches for s in self._staging),
+            "mirror_rows": self._mirrors.num_launches,
+            "spill_pages": self._spill.num_launches,
+            "restore_pages": self._restore.num_launches,
+            "invalidate": self._tables.num_invalidations,
+            "reset_states": self._tables.num_resets,
+        }
+
+    @property
+    def num_repaired_pages(self) -> int:
+        """Pages that missed mirrored rows and were copied whole instead."""
+        return self._acks.num_repaired
+
+    def shutdown(self) -> None:
+        """Waits for what is enqueued, then unpins and frees the pool. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            wait_for_device(self.caches.device)
+        except RuntimeError as error:
+            # The pool survives a dead context: it then unmaps without unpinning.
+            logger.warning("the CUDA context is gone at the end (%s)", error)
+        for handle in self._handles:
+            # Views keep the pool's memory.
+            handle.runtime.__dict__.pop("_host_cache", None)
+        host_pool.release(self._config)
+
+
+def _pages(plan: StepPlan) -> Pages:
+    groups = plan.num_kv_groups
+    return Pages(
+        plan.transfer_host_block,
+        plan.transfer_resident_blocks.reshape(-1, groups),
+        plan.transfer_num_rows,
+    )
