@@ -70,11 +70,6 @@ BUDGETS = {
     "resolve_kernel<8, 3, false, 2>": Budget(1024, 24, 8, 64, RESOLVE_STATIC_SHARED_BYTES),
     "resolve_kernel<40, 8, false, 0>": Budget(1024, 512, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
     "reset_states_kernel": Budget(1024, 0, 0, 64, 0),
-    "resolve_kernel<2, 1, true>": Budget(1024, 0, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
-    "resolve_kernel<4, 2, true>": Budget(1024, 8, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
-    "resolve_kernel<8, 3, true>": Budget(1024, 16, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
-    "resolve_kernel<8, 3, false>": Budget(1024, 24, 8, 64, RESOLVE_STATIC_SHARED_BYTES),
-    "resolve_kernel<40, 8, false>": Budget(1024, 512, 0, 64, RESOLVE_STATIC_SHARED_BYTES),
     "stage_prefill_kernel<false>": Budget(512, 0, 0, 128, 8 << 10),
     "stage_prefill_kernel<true>": Budget(512, 0, 0, 128, 8 << 10),
     # One block a multiprocessor; its shared memory is asked for at the launch.
