@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+# First of all: it tells vLLM that this host has no GPU.
+import sides  # noqa: F401
 import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 from vllm.v1.hisparse.runtime import build_hisparse_prefill_staging_plan
@@ -140,7 +143,6 @@ class GatheringImpl(SparseMLACommonImpl):
     """vLLM's backend that stages pages; its kernel gathers the rows that it is told of."""
 
     def __init__(self, cpu: CpuWorker, attention: Any) -> None:
-        torch.nn.Module.__init__(self) if isinstance(self, torch.nn.Module) else None
         self.topk_indices_buffer = cpu.topk
         self.index_group = attention.impl.index_group
         self.index_group_index = attention.impl.index_group_index

@@ -109,8 +109,8 @@ class CpuServing(Serving):
 
     def _state_row(self, name: str) -> int:
         if name not in self._state_rows:
-            at = int(self._rng.integers(len(self._free_rows)))
-            self._state_rows[name] = self._free_rows.pop(at)
+            # As vLLM's runner: the row that was left last is taken first.
+            self._state_rows[name] = self._free_rows.pop()
         return self._state_rows[name]
 
     def _blocks(self, name: str) -> list[list[int]]:
