@@ -71,16 +71,21 @@ class Case:
 
 
 IMPORTS = replace(TRAFFIC, imports=40)
+SHARED = replace(
+    TRAFFIC, seed=13, num_requests=12, max_prompt=340, max_output=6, num_prefixes=1, arrive=60
+)
+FEW = replace(TRAFFIC, num_requests=6, max_output=12)
 CASES = {
     "one layer a group": Case(ONE_EACH, "row_interleaved", True, 24),
     "one layer a group, at once": Case(ONE_EACH, "layer_major", False, 24),
+    "one prefix for all": Case(ONE_EACH, "layer_major", True, 26, SHARED, host_blocks=16),
     "packed groups": Case(PACKED, "row_interleaved", True, 24),
     "packed groups, imports": Case(
         PACKED, "layer_major", True, 24, IMPORTS,
         expected=("host-only admissions", "prefill staged", "transfer 2"),
     ),
-    "mixed groups and a drafter": Case(MIXED, "row_interleaved", True, 46),
-    "mixed groups, layer major": Case(MIXED, "layer_major", True, 46),
+    "mixed groups and a drafter": Case(MIXED, "row_interleaved", True, 46, FEW),
+    "mixed groups, layer major": Case(MIXED, "layer_major", True, 46, FEW),
 }  # fmt: skip
 
 
@@ -184,8 +189,7 @@ def _serve_with(
 
 
 FAULTS = {
-    "row maps keep recycled blocks": ("one layer a group", _leave_out("hotpage_invalidate")),
-    "row maps of a new hot region": ("one layer a group", _leave_out("hotpage_reset_states")),
+    "row maps of a new hot region": ("one prefix for all", _leave_out("hotpage_reset_states")),
     "restores": ("packed groups, imports", _leave_out("hotpage_restore_pages")),
     "host row of another token": ("one layer a group", _wrong_host_row),
     "host rows of another layer": ("mixed groups and a drafter", _wrong_layer),
