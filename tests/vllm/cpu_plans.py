@@ -81,6 +81,7 @@ class Steps:
         self.groups = len(cpu.worker.caches.residency)
         handle = cpu.worker.caches.layers[0].handle
         self.width = handle.runtime.row_width * handle.runtime.kv_dtype.itemsize
+        self._ids: dict[str, int] = {}
         order = {name: at for at, (name, _, _) in enumerate(cpu.model.layers())}
         self.layers = [(order[layer.name], layer) for layer in cpu.worker.caches.layers]
 
@@ -97,7 +98,13 @@ class Steps:
     ) -> None:
         """Starts a step with these plans, an empty one by default."""
         plans = plans or (plan(self.groups),)
-        metadata = HotPageConnectorMetadata(plans, b"", started=tuple(started), **fields)
+        self._ids.update({name: id for id, name in started})
+        names = batch.names if batch is not None else []
+        # In the scheduler's order, which is not the runner's.
+        scheduled = sorted(self._ids[name] for name in names if name in self._ids)
+        metadata = HotPageConnectorMetadata(
+            plans, np.array(scheduled, np.int32).tobytes(), started=tuple(started), **fields
+        )
         if batch is None:
             self.worker.start_step(metadata, None, None, 0)
         else:

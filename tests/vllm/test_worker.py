@@ -22,7 +22,7 @@ import torch
 from cpu_serving import CpuServing, serve
 from cpu_streams import Streams
 from serving import Traffic
-from worker_on_cpu import MIXED, ONE_EACH, PACKED, POISON, Model, release_all
+from worker_on_cpu import BF16, MIXED, ONE_EACH, PACKED, POISON, Model, release_all
 
 from hotpage.errors import HotPageError
 from hotpage.kernels.mirror_rows import SlotMappings
@@ -74,7 +74,7 @@ IMPORTS = replace(TRAFFIC, imports=40)
 SHARED = replace(
     TRAFFIC, seed=13, num_requests=12, max_prompt=340, max_output=6, num_prefixes=1, arrive=60
 )
-FEW = replace(TRAFFIC, num_requests=6, max_output=12)
+FEW = replace(SHARED, seed=2, num_requests=6, max_output=5, arrive=70)
 CASES = {
     "one layer a group": Case(ONE_EACH, "row_interleaved", True, 24),
     "one layer a group, at once": Case(ONE_EACH, "layer_major", False, 24),
@@ -84,8 +84,11 @@ CASES = {
         PACKED, "layer_major", True, 24, IMPORTS,
         expected=("host-only admissions", "prefill staged", "transfer 2"),
     ),
-    "mixed groups and a drafter": Case(MIXED, "row_interleaved", True, 46, FEW),
-    "mixed groups, layer major": Case(MIXED, "layer_major", True, 46, FEW),
+    "rows of bfloat16": Case(
+        BF16, "row_interleaved", True, 26, replace(SHARED, num_requests=8), host_blocks=16
+    ),
+    "mixed groups and a drafter": Case(MIXED, "row_interleaved", True, 46, FEW, host_blocks=16),
+    "mixed groups, layer major": Case(MIXED, "layer_major", True, 46, FEW, host_blocks=16),
 }  # fmt: skip
 
 
@@ -109,7 +112,7 @@ def test_every_row_that_attention_reads_is_the_one_that_was_written(
     # Whatever was enqueued was completed, in that order, and no page had to be copied again.
     assert serving.enqueued == serving.completed
     assert len(set(serving.completed)) == len(serving.completed)
-    assert worker._acks.num_repaired == 0
+    assert worker.num_repaired_pages == 0
     assert int(worker._mirrors.counters[2]) == 0, "rows lost by mirrors"
     assert all(int(state.counters[2]) == 0 for state in worker.states), "misses without a slot"
     assert int(worker.staged_counters[2]) == 0, "rows staged from nowhere"
@@ -220,7 +223,7 @@ def test_pages_whose_mirror_did_not_run_are_copied_whole_before_anybody_reads_th
 
     serving = _serve_with(case, kernels, monkeypatch, {"hotpage_mirror_rows": now_and_then})
     worker = serving.cpu.worker
-    assert worker._acks.num_repaired > 0
+    assert worker.num_repaired_pages > 0
     assert worker.launch_counts()["spill_pages"] > 0
     assert sorted(serving.completed) == sorted(serving.enqueued)
     assert serving.misses, "nothing was read from the host"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from cpu_plans import Steps, Transfer, plan
 from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.hisparse import binding, runtime
-from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
+from worker_on_cpu import BF16, BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
 
 from hotpage.errors import CapacityError, ConfigError
 from hotpage.vllm import HiSparseConnector, host_pool
@@ -29,7 +30,6 @@ from hotpage.vllm.options import check_worker
 pytestmark = pytest.mark.vllm
 
 LAYOUTS = ("row_interleaved", "layer_major")
-BF16 = Model((1, 2), kv_cache_dtype="bfloat16")
 MODELS = {"one each": ONE_EACH, "packed": PACKED, "mixed": MIXED, "bfloat16": BF16}
 
 Make = Callable[..., CpuWorker]
@@ -237,17 +237,17 @@ def test_the_end_may_come_twice_and_waits_for_what_is_enqueued(make: Make) -> No
 
 
 def test_a_pool_ends_even_if_the_device_is_gone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpu = make(ONE_EACH)
 
     def gone(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", gone)
-        with pytest.raises(RuntimeError, match="illegal"):
-            cpu.worker.shutdown()
+    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    with caplog.at_level(logging.WARNING, "hotpage.vllm.worker"):
+        cpu.worker.shutdown()
+    assert "illegal memory access" in caplog.text
     assert not cpu.driver.pinned
 
 
@@ -365,7 +365,8 @@ def test_the_connector_drives_the_worker_through_vllms_hooks(make: Make) -> None
         residency=[(0, 0, steps.blocks(5))],
         resident=True,
     )
-    connector.bind_connector_metadata(HotPageConnectorMetadata((step,), b"", started=((0, "r1"),)))
+    first = HotPageConnectorMetadata((step,), bytes(4), started=((0, "r1"),))
+    connector.bind_connector_metadata(first)
     connector.start_load_kv(
         None,
         request_state_indices=batch.state_rows,

@@ -76,7 +76,7 @@ def test_draft_rows_are_mirrored_at_the_next_step_to_where_the_target_wrote(
     steps.start()
     assert steps.host_holds(3, values)
     assert steps.worker.take_transfer_updates() == ([11], [11])
-    assert steps.worker._acks.num_repaired == 0
+    assert steps.worker.num_repaired_pages == 0
     for mask in steps.worker._mirrors.masks:
         assert mask.counters.tolist() == [BLOCK, 0, 0]
 
@@ -122,7 +122,7 @@ def test_a_page_without_its_mirror_is_copied_whole_before_it_is_reported(
     steps.start()
     assert steps.worker.take_transfer_updates() == ([], [9])
     assert steps.host_holds(3, values)
-    assert steps.worker._acks.num_repaired == 1
+    assert steps.worker.num_repaired_pages == 1
     assert "host block 3" in caplog.text
     lost = sum(int(mask.counters[2]) for mask in steps.worker._mirrors.masks)
     assert lost == 24 * len(steps.worker._mirrors.masks)
@@ -379,7 +379,7 @@ def test_rows_that_landed_before_a_block_was_recycled_do_not_count(make: Make) -
     steps.start(plan(steps.groups, transfers=[ask], recycled=[1] * 5000 + [3]))
     steps.start()
     assert steps.worker.take_transfer_updates() == ([1], [])
-    assert steps.worker._acks.num_repaired == 1
+    assert steps.worker.num_repaired_pages == 1
 
 
 # What vLLM's own code must not do here.

@@ -108,6 +108,8 @@ PACKED = Model((1, 1, 1), indexer_bytes=528)
 """Two index groups share a KV cache group."""
 MIXED = Model((1, 1, 4, 4), drafts=1, verification_rows=2)
 """As GLM's: short groups, long ones, a draft layer."""
+BF16 = Model((1, 2), kv_cache_dtype="bfloat16")
+"""Rows of two bytes an element."""
 
 
 class Attention:
