@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from reference import Batch, HotState, resolve_batch  # noqa: E402
 from resolve_cases import PLAIN, Odds, Shape, Workload, empty_states  # noqa: E402
-from resolve_device import DEVICE, DeviceResolve  # noqa: E402
+from resolve_device import DEVICE, POISON, DeviceResolve, same  # noqa: E402
+
+from hotpage.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -204,6 +208,72 @@ def test_a_captured_resolve_waits_for_what_other_streams_write(last: str) -> Non
         seq_len.zero_()
         graph.replay()
         device.check(resolve_batch(batch, states), states, f"{last}, replay {step}")
+
+
+def test_a_smaller_batch_from_other_buffers_leaves_later_outputs_alone() -> None:
+    rows_each = 2
+    shape = Shape(rows_per_request=rows_each, num_requests=5, num_layers=4, row_bytes=656)
+    device, work = DeviceResolve(shape), Workload(shape, 31, Odds(uneven=False))
+    states = empty_states(shape)
+    for step, requests in enumerate((5, 2, 1, 4, 5, 3) * 5):
+        whole, rows = work.step(), requests * rows_each
+        batch = replace(
+            whole,
+            logical_topk=whole.logical_topk[:rows],
+            row_request=whole.row_request[:rows],
+            num_valid_rows=min(whole.num_valid_rows, rows),
+            seq_len=whole.seq_len[:rows],
+            state_row=whole.state_row[:requests],
+            source_block_table=whole.source_block_table[:requests],
+            hot_block_table=whole.hot_block_table[:requests],
+        )
+        device.load(whole)
+        # A buffer with gaps between rows; those that were bound hold nonsense now.
+        wide = torch.full((rows, shape.top_k + 5), 3, dtype=torch.int32, device=DEVICE)
+        topk = wide[:, : shape.top_k]
+        topk.copy_(device.inputs.logical_topk[:rows])
+        row_request = device.inputs.row_request[: rows + 1].clone()
+        num_valid = torch.tensor([batch.num_valid_rows], dtype=torch.int32, device=DEVICE)
+        device.inputs.logical_topk.fill_(1)
+        device.inputs.row_request.fill_(0)
+        device.inputs.num_valid_rows.fill_(1)
+        device.resolve.set_batch(topk, row_request, num_valid, requests)
+        device.run()
+        expected = resolve_batch(batch, states)
+        torch.cuda.synchronize()
+        where = f"{requests} requests, step {step}"
+        outputs = device.physical[:, :-1].cpu().numpy()
+        same(outputs[:rows], expected.physical_topk, f"{where}: physical_topk (row, k)")
+        assert (outputs[rows:] == POISON).all(), f"{where}: rows behind the batch"
+        counts = device.counts.cpu().numpy()
+        same(counts[:rows], expected.valid_counts, f"{where}: valid_counts (row)")
+        assert (counts[rows:] == POISON).all(), f"{where}: counts behind the batch"
+        device.check_copies(expected, where)
+        for tensor in (device.copies.count, device.copies.host_row, device.copies.hot_row):
+            assert bool((tensor[requests:] == POISON).all()), f"{where}: lists behind the batch"
+        row_map = np.stack([state.row_map for state in states])
+        same(device.state.row_map.cpu().numpy(), row_map, f"{where}: row_map (state row, slot)")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "entries", "requests", "sentence"),
+    [
+        (12, 64, 12, 5, "rows of the batch is 12, expected 1 to 11"),
+        (4, 63, 4, 2, "logical_topk has shape"),
+        (4, 64, 3, 2, "entries of row_request is 3"),
+        (4, 64, 4, 6, "num_requests is 6, expected 1 to 5"),
+        (4, 64, 4, 0, "num_requests is 0, expected 1 to 5"),
+    ],
+)
+def test_a_batch_that_does_not_fit_what_was_bound_is_refused(
+    rows: int, width: int, entries: int, requests: int, sentence: str
+) -> None:
+    shape = Shape(rows_per_request=2, num_requests=5)
+    device = DeviceResolve(shape, with_bytes=False, copy="none")
+    topk = torch.zeros((rows, width), dtype=torch.int32, device=DEVICE)
+    row_request = torch.zeros(entries, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ConfigError, match=sentence):
+        device.resolve.set_batch(topk, row_request, device.inputs.num_valid_rows, requests)
 
 
 def test_two_index_groups_run_on_two_streams_at_the_same_time() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -136,6 +138,62 @@ def test_a_long_context_is_staged_chunk_by_chunk_through_a_small_workspace() -> 
     for layer in range(4):
         rows, _ = expected_rows(device.reference, context, [(0, total)], layer)
         same(np.concatenate(got[layer]), rows, f"layer {layer}: row, byte")
+
+
+def test_another_chunk_comes_from_its_own_tables_into_its_own_workspace() -> None:
+    device = DevicePools(filled_pools([[1, 2]]))
+    spans = [(0, 40), (0, 64), (0, 5), (0, 90)]
+    context = Context.random(device.reference, len(spans), np.random.default_rng(37))
+    # Nothing of this is read once a chunk is set.
+    inputs = replace(_inputs(context, [(0, 0)] * len(spans)), state_row=_ints([-1] * len(spans)))
+    bound = [torch.full((8, 656), POISON, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    stage = StagePrefill(device.layers[1:], bound, inputs)
+    state_row, total = _ints(context.state_row), np.zeros(3, np.int64)
+    for first, end in ((1, 3), (0, 4), (3, 4), (0, 1)):
+        part = spans[first:end]
+        starts = np.cumsum([0, *(stop for _, stop in part)])
+        num_rows = int(starts[-1])
+        # Rows of the workspace with a gap behind each.
+        outs = [
+            torch.full((num_rows + 2, 672), POISON, dtype=torch.uint8, device=DEVICE)[:, :656]
+            for _ in range(2)
+        ]
+        table = inputs.source_block_table[first:end]
+        stage.set_chunk(outs, _ints(starts), state_row[first:end], table)
+        stage(len(part), num_rows + 1, stream())
+        torch.cuda.synchronize()
+        chosen = Context(context.state_row[first:end], context.residency, context.source[first:end])
+        for layer, out in enumerate(outs, 1):
+            rows, counts = expected_rows(device.reference, chosen, part, layer)
+            same(out.cpu().numpy()[:num_rows], rows, f"requests {first} to {end}: row, byte")
+            assert bool((out[num_rows:] == POISON).all()), "guard rows"
+        total += counts
+        assert inputs.counters.tolist() == total.tolist()
+    assert all(bool((out == POISON).all()) for out in bound), "the first workspace was written"
+
+
+def test_a_chunk_that_does_not_fit_what_was_bound_is_refused() -> None:
+    device = DevicePools(filled_pools([[1]]))
+    context = Context.random(device.reference, 2, np.random.default_rng(1))
+    inputs = _inputs(context, [(0, 8), (0, 8)])
+    out = torch.zeros((16, 656), dtype=torch.uint8, device=DEVICE)
+    stage = StagePrefill(device.layers, [out], inputs)
+    three = _ints([0, 0, 0])
+    table = inputs.source_block_table
+    with pytest.raises(ConfigError, match="3 requests, expected 1 to 2"):
+        stage.set_chunk([out], _ints([0, 1, 2, 3]), three, table)
+    with pytest.raises(ConfigError, match="row_start has 2 entries"):
+        stage.set_chunk([out], _ints([0, 1]), inputs.state_row, table)
+    with pytest.raises(ConfigError, match="source_block_table has shape"):
+        stage.set_chunk([out], inputs.row_start, inputs.state_row, table[:, :-1])
+    with pytest.raises(ConfigError, match="got 2 workspaces, expected 1"):
+        stage.set_chunk([out, out], inputs.row_start, inputs.state_row, table)
+    # Later chunks may be longer again than the one before.
+    stage.set_chunk([out], inputs.row_start[:2], inputs.state_row[:1], table[:1])
+    with pytest.raises(ConfigError, match="num_requests is 2, expected 1 to 1"):
+        stage(2, 16, stream())
+    stage.set_chunk([out], inputs.row_start, inputs.state_row, table)
+    stage(2, 16, stream())
 
 
 def test_a_workspace_of_another_width_or_a_layer_of_another_stride_is_refused() -> None:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the import path of the helpers here, and says so where these tests cannot be collected."""
+"""Owns the import path of the helpers here, the kernels of a CPU, and says so where these tests
+cannot be collected.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -21,3 +26,12 @@ except PackageNotFoundError:
 def pytest_report_collectionfinish() -> str:
     """Says why nothing of this folder was run."""
     return _MISSING
+
+
+@pytest.fixture(scope="session")
+def kernels(root: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels as built for a CPU, by the unit tests' own means."""
+    sys.path.insert(0, str(root / "tests/unit"))
+    from emulated import compile_kernels
+
+    return compile_kernels(root, tmp_path_factory.mktemp("emulation"))

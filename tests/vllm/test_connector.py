@@ -271,8 +271,8 @@ def test_a_sibling_that_reads_host_rows_makes_auto_choose_layer_major() -> None:
         assert chosen.resolved_host_layout == layout
 
 
-def test_the_worker_side_of_native_is_refused_not_pretended() -> None:
-    with pytest.raises(ConfigError, match="no worker side in this version"):
+def test_the_worker_side_checks_what_only_it_cannot_serve() -> None:
+    with pytest.raises(ConfigError, match="serves one GPU an engine, got 2"):
         build(entry(), KVConnectorRole.WORKER)
 
 

@@ -35,7 +35,7 @@ class NativeIndexGroup(HiSparseMLAIndexGroup):
     ops: GroupOps
 
     def set_logical_topk_ready(self, layer_index: int) -> None:
-        """Nothing waits for it: the resolve runs on the stream that wrote the top-k."""
+        """Nothing to do: the resolve runs on the stream that wrote the top-k."""
 
     def convert_logical_to_physical_topk(
         self,
@@ -97,6 +97,9 @@ class NativeIndexGroup(HiSparseMLAIndexGroup):
             raise InvariantError("rows of a prefill request with host-only pages were not staged")
         assert leader.view is not None
         assert leader.block_table is not None
+        if layer_index == 0:
+            # vLLM converts on a stream of its own, behind this event, which only it waits for.
+            self.logical_topk_ready.record()
         return self._convert_once(
             layer_index,
             logical_topk,

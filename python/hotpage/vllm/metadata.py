@@ -9,8 +9,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.hisparse.types import SparseKVResidencyUpdate
 
-from hotpage._core import StepPlan
+from hotpage._core import (
+    TRANSFER_HOST_COPY,
+    TRANSFER_MIRRORED,
+    TRANSFER_RESTORE,
+    TRANSFER_SPILL,
+    StepPlan,
+)
 from hotpage.vllm.views import residency_updates
+
+# The worker side reads plans and knows nothing else of the core.
+__all__ = [
+    "TRANSFER_HOST_COPY",
+    "TRANSFER_MIRRORED",
+    "TRANSFER_RESTORE",
+    "TRANSFER_SPILL",
+    "HotPageConnectorMetadata",
+    "StepPlan",
+]
 
 
 @dataclass

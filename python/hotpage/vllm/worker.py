@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotpage._core import (
-    TRANSFER_HOST_COPY,
-    TRANSFER_MIRRORED,
-    TRANSFER_RESTORE,
-    TRANSFER_SPILL,
-)
 from hotpage.errors import ConfigError
 from hotpage.kernels.copy_pages import RestorePages, SpillPages
 from hotpage.kernels.invalidate import Holders
@@ -30,6 +24,12 @@ from hotpage.vllm import host_pool
 from hotpage.vllm.attention import GroupOps, retype
 from hotpage.vllm.caches import BoundCaches, pool_layers
 from hotpage.vllm.counters import DeviceCounters
+from hotpage.vllm.metadata import (
+    TRANSFER_HOST_COPY,
+    TRANSFER_MIRRORED,
+    TRANSFER_RESTORE,
+    TRANSFER_SPILL,
+)
 from hotpage.vllm.prefill import ChunkStarts, LayerStaging
 from hotpage.vllm.resolver import GroupResolver, RowLengths
 from hotpage.vllm.step_tables import StepTables, changes_tables
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from hotpage._core import StepPlan
-    from hotpage.vllm.metadata import HotPageConnectorMetadata
+    from hotpage.vllm.metadata import HotPageConnectorMetadata, StepPlan
     from hotpage.vllm.options import Options
 
 
