@@ -115,6 +115,22 @@ def test_a_rank_that_does_not_call_in_time_ends_the_call_of_all() -> None:
         assert "rank 1 did not come in time" in outcome.error
 
 
+def _calls_differ(name: str, rank: int, n: int) -> None:
+    with Rendezvous(name, rank, n) as ranks:
+        if rank == 0:
+            ranks.share_fd(os.memfd_create("test"))
+            ranks.barrier()
+        else:
+            ranks.barrier()
+
+
+def test_ranks_that_make_different_calls_are_told_so() -> None:
+    outcomes = run_ranks(_calls_differ, 2)
+    assert "makes another call" in outcomes[1].error
+    assert outcomes[0].error.startswith("RankError")
+    assert all(outcome.seconds < SOON_S for outcome in outcomes)
+
+
 def test_two_groups_of_one_name_and_ranks_outside_the_group_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank is 2"):
         Rendezvous("anything", 2, 2)

@@ -191,6 +191,13 @@ class Rendezvous:
             raise RankError(message["failed"])
         return message
 
+    def _answer(self, link: _Link, name: str, deadline: float) -> Any:
+        """What a rank sent in this call."""
+        message = self._check(link.receive(deadline))
+        if name not in message:
+            raise RankError(f"rank {link.rank} makes another call than rank {self.rank}")
+        return message[name]
+
     def _usable(self) -> float:
         """The deadline of a call that begins now."""
         if self._failed is not None:
@@ -207,10 +214,10 @@ class Rendezvous:
         try:
             if self.rank != 0:
                 self._tell_rank_0({"value": value})
-                return self._check(self._links[0].receive(deadline))["values"]
+                return self._answer(self._links[0], "values", deadline)
             values = [value, *(None for _ in self._links)]
             for link in self._ready_links(deadline):
-                values[link.rank] = self._check(link.receive(deadline))["value"]
+                values[link.rank] = self._answer(link, "value", deadline)
             for link in self._links:
                 link.send({"values": values})
             return values
@@ -257,7 +264,7 @@ class Rendezvous:
                     link.send({"fd": True})
                     link.send_fd(fd)
                 return fd
-            self._check(self._links[0].receive(deadline))
+            self._answer(self._links[0], "fd", deadline)
             return self._links[0].receive_fd(deadline)
         except RankError as error:
             self._leave(str(error))
