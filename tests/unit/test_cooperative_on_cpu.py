@@ -324,7 +324,7 @@ def test_a_launch_does_not_end_before_the_other_rank_has_written_everything(
 def test_a_rank_that_fails_while_it_writes_leaves_the_other_with_its_own_rows(
     ends: str, kernels: ctypes.CDLL
 ) -> None:
-    peer = PlayedPeer(kernels, time_limit_ns=300_000_000)
+    peer = PlayedPeer(kernels, time_limit_ns=1_000_000_000)
     peer.say_ready()
     # As if this rank had gone on to write: its leave cannot be taken back.
     peer.wait_for("rank 0's gate", lambda: peer.mine.gate[0] == 1 << 2 | READY)
