@@ -343,7 +343,7 @@ def vllm_staging_us(staging: Staging, upconvert: bool) -> float | None:
         return None
     convert = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache
     pages = -(-staging.context // BLOCK_SIZE)
-    blocks = staging.host_blocks.to(DEVICE)
+    blocks = staging.host_blocks[:pages].to(DEVICE)
     rows = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()
     row_ids = rows[None, :].to(torch.int32)
     targets = torch.arange(pages * BLOCK_SIZE, dtype=torch.int32, device=DEVICE)[None, :]

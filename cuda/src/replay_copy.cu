@@ -10,8 +10,6 @@ namespace {
 
 // Enough rows on the bus to fill it, measured on an H200; see benches/gpu/README.md.
 constexpr int32_t kDefaultCopyBlocks = 128;
-// Enough to fill the bus with short rows and no more: see sweep_copies.cuh.
-constexpr int32_t kDefaultSweepBlocks = 16;
 // Reads of at least so many bytes side by side fill the bus in any order.
 constexpr int64_t kWideReadBytes = 2048;
 
@@ -19,6 +17,14 @@ using CopyKernel = void (*)(CopyArgs);
 
 constexpr int32_t kMinBlockSize = 1;
 constexpr int32_t kMaxBlockSize = 128;
+
+// True if rows are so short that the order in which they are copied matters. A sweep numbers the
+// places of the list with 32 bits.
+bool may_sweep(const hotpage_copy_params &p, bool layers_innermost) {
+  const int64_t read_bytes = int64_t{p.row_bytes} * (layers_innermost ? p.num_layers : 1);
+  return read_bytes < kWideReadBytes &&
+         int64_t{p.num_requests} * p.copy_list_stride <= int64_t{UINT32_MAX};
+}
 
 }  // namespace
 
@@ -42,15 +48,12 @@ hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
 hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve,
                            const HolderMarks &marks, cudaStream_t stream) {
   const CopyArgs args = plan_copy(params, marks);
-  const int64_t read_bytes = int64_t{params.row_bytes} * (args.layers_innermost ? params.num_layers : 1);
-  // A sweep numbers the places of the list with 32 bits.
-  const bool sweeps = read_bytes < kWideReadBytes &&
-                      int64_t{params.num_requests} * params.copy_list_stride <= UINT32_MAX;
-  const CopyKernel kernel = sweeps ? (after_resolve ? sweep_copies_kernel<true> : sweep_copies_kernel<false>)
-                                   : (after_resolve ? copy_rows_kernel<true> : copy_rows_kernel<false>);
+  const bool sweeps = may_sweep(params, args.layers_innermost != 0);
+  const CopyKernel kernel =
+      sweeps ? (after_resolve ? sweep_copies_kernel<true> : sweep_copies_kernel<false>)
+             : (after_resolve ? copy_rows_kernel<true> : copy_rows_kernel<false>);
   cudaLaunchConfig_t config = {};
-  const int32_t most = sweeps ? kDefaultSweepBlocks : kDefaultCopyBlocks;
-  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : most);
+  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
   config.blockDim = dim3(kCopyThreads);
   config.stream = stream;
   if (sweeps) {

@@ -192,6 +192,8 @@ SWEEPS = {
     "two layers": ([700, 0, 800], 5000, 3, 2),
     # More copies than a block holds at a time.
     "several windows": ([9000, 9000, 500], 40_000, 2, 1),
+    # Some blocks have no part in it.
+    "more blocks than sweep": ([1500, 1600], 5000, 20, 1),
     # Too few for tiles of every block: sliced instead.
     "few copies": ([100, 100], 5000, 16, 1),
     "none": ([0, 0], 5000, 16, 1),
@@ -206,6 +208,12 @@ def test_sweeps_move_every_row_of_the_list_and_nothing_else(
     counts, host_rows, blocks, layers = SWEEPS[name]
     rows = random_rows(np.random.default_rng(2), host_rows, counts)
     CopyCase(host_rows, layers, 16, rows, interleaved).check(kernels, blocks, sweeps=True)
+
+
+def test_rows_far_apart_are_sliced_instead(kernels: ctypes.CDLL) -> None:
+    far = 7_000_000
+    rows = random_rows(np.random.default_rng(4), far, [60, 80])
+    CopyCase(far, 1, 16, rows, False).check(kernels, 1, sweeps=True)
 
 
 def test_rows_that_crowd_into_one_part_of_the_pool_are_copied(kernels: ctypes.CDLL) -> None:

@@ -124,14 +124,14 @@ struct CopyShared {
   WarpWords<kCopyWarps> totals;
 };
 
-// Copies this block's slice of the list.
+// Copies this block's slice of the list, which num_blocks blocks share.
 __device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t *first_of_request,
-                                           uint32_t num_copies) {
+                                           uint32_t num_copies, uint32_t num_blocks) {
   const hotpage_copy_params &p = args.p;
   const uint32_t num_layers = static_cast<uint32_t>(p.num_layers);
   const uint32_t num_items = num_copies * num_layers;
   const uint32_t num_chunks = (num_items + kRowsPerChunk - 1) / kRowsPerChunk;
-  const uint32_t slice = (num_chunks + gridDim.x - 1) / gridDim.x;
+  const uint32_t slice = (num_chunks + num_blocks - 1) / num_blocks;
   const auto find = [&](uint32_t item) {
     const uint32_t layer = args.layers_innermost ? item % num_layers : item / num_copies;
     const uint32_t index = args.layers_innermost ? item / num_layers : item - layer * num_copies;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t 
 // What a block does once the copy list is there.
 __device__ __forceinline__ void copy_list(const CopyArgs &args, CopyShared *shared) {
   const uint32_t num_copies = sum_copy_counts(args.p, shared->first_of_request, &shared->totals);
-  copy_slice(args, shared->first_of_request, num_copies);
+  copy_slice(args, shared->first_of_request, num_copies, gridDim.x);
 }
 
 // The kernels' bodies also run on a CPU, in tests; the launch does not.

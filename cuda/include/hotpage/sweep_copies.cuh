@@ -7,10 +7,14 @@
 // than a short row. So the list of all requests is dealt to the blocks by host row, in small tiles
 // that follow each other; few blocks keep few rows on the bus, hence few pages of translation.
 //
-// Every block counts all copies by bucket of host rows (in L2, 4 bytes a copy, against a row over
-// the bus), and from the counts knows which buckets are its own. No block waits for another. What
-// it copies lies in shared memory before the first row is asked for: a load of the list that waits
-// behind rows on the bus takes several times as long as one that does not.
+// That pays where copies are dense. Where they lie far apart, nearly every one needs a translation
+// of its own in any order, and many blocks with slices of the list are faster; the copies and the
+// range that they lie in decide, on the device.
+//
+// Every block of a sweep counts all copies by bucket of host rows (in L2, 4 bytes a copy, against a
+// row over the bus), and from the counts knows which buckets are its own. No block waits for
+// another. What it copies lies in shared memory before the first row is asked for: a load of the
+// list that waits behind rows on the bus takes several times as long as one that does not.
 #pragma once
 
 #include "hotpage/copy_rows.cuh"
@@ -18,6 +22,11 @@
 
 namespace hotpage {
 
+// Blocks of a sweep: enough to fill the bus with short rows and no more. The others end at once.
+constexpr uint32_t kSweepBlocks = 16;
+// Bytes of the host pool between copies, on average, up to which a sweep was the faster one on an
+// H200; see benches/gpu/README.md.
+constexpr int64_t kMostBytesPerCopy = 640 << 10;
 // Copies that a block holds at a time.
 constexpr uint32_t kOwnCopies = 6144;
 // Copies dealt at a time, at least, and tiles that every block must get: with fewer some blocks
@@ -47,6 +56,7 @@ struct SweepShared {
 // blocks in turn, and a window is as many tiles of each block as fit `own`.
 struct SweepPlan {
   uint32_t num_copies;
+  uint32_t num_blocks;
   uint32_t tile_log2;
   uint32_t tiles_per_window;  // of one block
   uint32_t num_windows;
@@ -109,7 +119,8 @@ __device__ __forceinline__ void find_ends(const hotpage_copy_params &p, uint32_t
 // Counts the copies by bucket and decides how to deal them; false if that would not be even: few
 // copies, or most of them in few buckets. Ends with a barrier.
 __device__ __forceinline__ bool plan_sweep(const hotpage_copy_params &p, const BucketMap &bucket_of,
-                                           uint32_t num_copies, SweepShared *s, SweepPlan *plan) {
+                                           uint32_t num_copies, uint32_t num_blocks,
+                                           SweepShared *s, SweepPlan *plan) {
   for_copies(p, s->copy.first_of_request, num_copies, [&](uint32_t, int32_t row) {
     atomicAdd(&s->first_rank[bucket_of(row)], 1u);
   });
@@ -127,10 +138,11 @@ __device__ __forceinline__ bool plan_sweep(const hotpage_copy_params &p, const B
   const uint32_t tile = 1u << log2;
   // A tile ends with the bucket that begins in it, so it holds less than `tile + largest` copies.
   if (tile + largest > kOwnCopies) return false;
-  if (num_copies / gridDim.x < kLeastTilesPerBlock * tile) return false;
+  if (num_copies / num_blocks < kLeastTilesPerBlock * tile) return false;
   const uint32_t per_window = kOwnCopies / (tile + largest);
-  const uint32_t tiles_per_block = (num_copies / tile) / gridDim.x + 1;
-  *plan = {num_copies, log2, per_window, (tiles_per_block + per_window - 1) / per_window};
+  const uint32_t tiles_per_block = (num_copies / tile) / num_blocks + 1;
+  const uint32_t num_windows = (tiles_per_block + per_window - 1) / per_window;
+  *plan = {num_copies, num_blocks, log2, per_window, num_windows};
   return true;
 }
 
@@ -149,8 +161,9 @@ __device__ __forceinline__ uint32_t place_buckets(const SweepPlan &plan, uint32_
     const uint32_t rank = s->first_rank[bucket];
     const uint32_t end = bucket + 1 < kRankBuckets ? s->first_rank[bucket + 1] : plan.num_copies;
     const uint32_t tile = rank >> plan.tile_log2;
-    const uint32_t turn = tile / gridDim.x;
-    const bool own = tile - turn * gridDim.x == blockIdx.x && turn / plan.tiles_per_window == window;
+    const uint32_t turn = tile / plan.num_blocks;
+    const bool own = tile - turn * plan.num_blocks == blockIdx.x &&
+                     turn / plan.tiles_per_window == window;
     counts[i] = own ? end - rank : 0;
     sum += counts[i];
   }
@@ -198,43 +211,39 @@ __device__ __forceinline__ void copy_own(const CopyArgs &args, OwnCopy *own, uin
   __syncthreads();  // orders the last look at these copies before the next ones replace them
 }
 
-// Copies this block's slice of the list, whatever the rows.
-__device__ __forceinline__ void copy_own_slice(const CopyArgs &args, uint32_t num_copies,
-                                               SweepShared *s) {
-  const uint32_t slice = (num_copies + gridDim.x - 1) / gridDim.x;
-  const uint32_t end = min(num_copies, (blockIdx.x + 1) * slice);
-  for (uint32_t first = blockIdx.x * slice; first < end; first += kOwnCopies) {
-    const uint32_t num_own = min(end - first, kOwnCopies);
-    for (uint32_t i = threadIdx.x; i < num_own; i += kCopyThreads) {
-      const uint32_t *first_of_request = s->copy.first_of_request;
-      const uint32_t request = find_request(first_of_request, args.p.num_requests, first + i);
-      const uint32_t place = request * static_cast<uint32_t>(args.p.copy_list_stride) +
-                             (first + i - first_of_request[request]);
-      // OK without a barrier: load_own looks at the places that this thread wrote.
-      s->own[i].host_row = static_cast<int32_t>(place);
-    }
-    copy_own(args, s->own, num_own);
-  }
+// True if the copies lie so close that a sweep pays. find_ends came before.
+__device__ __forceinline__ bool is_dense(const hotpage_copy_params &p, uint32_t num_copies,
+                                         uint32_t lowest, uint32_t highest) {
+  const int64_t range_bytes = (int64_t{highest} - lowest + 1) * p.host_row_stride;
+  return range_bytes <= int64_t{num_copies} * kMostBytesPerCopy;
 }
 
 // What a block does once the copy list is there.
 __device__ __forceinline__ void copy_swept(const CopyArgs &args, SweepShared *s) {
   const hotpage_copy_params &p = args.p;
+  const uint32_t *first_of_request = s->copy.first_of_request;
   const uint32_t num_copies = sum_copy_counts(p, s->copy.first_of_request, &s->copy.totals);
-  if (num_copies < kLeastTilesPerBlock * kLeastTile * gridDim.x) {
-    copy_own_slice(args, num_copies, s);
+  const uint32_t num_blocks = min(static_cast<uint32_t>(gridDim.x), kSweepBlocks);
+  if (num_copies < kLeastTilesPerBlock * kLeastTile * num_blocks) {
+    copy_slice(args, first_of_request, num_copies, gridDim.x);
     return;
   }
   find_ends(p, num_copies, s);
-  const BucketMap bucket_of(s->lowest.min(), s->highest.max());
+  const uint32_t lowest = s->lowest.min(), highest = s->highest.max();
+  if (!is_dense(p, num_copies, lowest, highest)) {
+    copy_slice(args, first_of_request, num_copies, gridDim.x);
+    return;
+  }
+  if (blockIdx.x >= num_blocks) return;
+  const BucketMap bucket_of(lowest, highest);
   SweepPlan plan;
-  if (!plan_sweep(p, bucket_of, num_copies, s, &plan)) {
-    copy_own_slice(args, num_copies, s);
+  if (!plan_sweep(p, bucket_of, num_copies, num_blocks, s, &plan)) {
+    copy_slice(args, first_of_request, num_copies, num_blocks);
     return;
   }
   for (uint32_t window = 0; window < plan.num_windows; ++window) {
     const uint32_t num_own = place_buckets(plan, window, s);
-    for_copies(p, s->copy.first_of_request, num_copies, [&](uint32_t place, int32_t row) {
+    for_copies(p, first_of_request, num_copies, [&](uint32_t place, int32_t row) {
       uint32_t *next = &s->own_place[bucket_of(row)];
       if (*next == kNotOwn) return;
       const uint32_t at = atomicAdd(next, 1u);
