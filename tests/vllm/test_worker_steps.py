@@ -384,6 +384,22 @@ def test_hot_rows_that_a_step_writes_anew_are_freed_before_its_attention(make: M
     assert steps.counters() == [2, 4, 0]
 
 
+def test_a_second_pass_over_the_same_metadata_sees_its_own_lengths(make: Make) -> None:
+    """A drafter's passes write the grown lengths into the metadata that they share."""
+    steps = make(PACKED)
+    batch = seed_reader(steps, [9])
+    metadata = batch.metadata()
+    topk = torch.full_like(steps.cpu.topk[:1], -1)
+    topk[0, :2] = torch.tensor([69, 70], dtype=torch.int32)
+    for length, found in ((70, 1), (71, 2)):
+        metadata.seq_lens.fill_(length)
+        for _, layer in steps.layers:
+            _, counts = layer.attention.impl.index_group.convert_logical_to_physical_topk(
+                0, topk, metadata, block_stride_rows=None, return_valid_counts=True
+            )
+            assert counts.tolist() == [found]
+
+
 def test_rows_that_landed_before_a_block_was_recycled_do_not_count(make: Make) -> None:
     steps = make(ONE_EACH)
     batch = page_of(steps, 1)
