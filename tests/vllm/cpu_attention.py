@@ -271,7 +271,8 @@ class Attention:
             values = [value for part in chunk for value in part.values]
             wanted = as_bfloat16(row_bytes(values, number, self.width)).view(torch.int16)
             same = (workspace[:-3].view(torch.int16) == wanted).all(1)
-            assert same.all(), f"{where}: staged row {int((~same).nonzero()[0])} of {chunk}"
+            names = [part.name for part in chunk]
+            assert same.all(), f"{where}: staged row {int((~same).nonzero()[0])} of {names}"
             assert (workspace[-3:] == 7).all(), f"{where}: rows behind the chunk"
             self.num_rows += len(values)
 

@@ -27,6 +27,8 @@ class FakeStream:
         self.streams, self.cuda_stream = streams, address
         self.queue: deque[Callable[[], Any]] = deque()
         self.num_put, self.num_run = 0, 0
+        self.num_waits = 0
+        """Times that the calling thread waited for all that was here."""
         self.seen = 0
         """Marks of the computing stream that it waits behind."""
         self._contexts: list[Any] = []
@@ -70,7 +72,8 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
-        """The caller waits for all that is here."""
+        """The calling thread waits for all that is here."""
+        self.num_waits += 1
         self.run()
 
     def __enter__(self) -> FakeStream:

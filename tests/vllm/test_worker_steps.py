@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
 import torch
+from cpu_attention import Attention
 from cpu_plans import Steps, Transfer, plan
 from cpu_streams import Streams
 from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
@@ -95,12 +96,19 @@ def test_without_a_drafter_the_page_is_asked_about_in_its_own_step(make: Make) -
     assert steps.host_holds(3, batch.parts[0].values)
 
 
-@pytest.mark.parametrize("model", [ONE_EACH, MIXED], ids=["target", "target and drafter"])
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [(ONE_EACH, {3}), (MIXED, {10}), (MIXED, {1}), (MIXED, {10, 1})],
+    ids=["no drafter", "of the target", "of the drafter", "of both"],
+)
 def test_a_page_without_its_mirror_is_copied_whole_before_it_is_reported(
-    model: Model, make: Make, caplog: pytest.LogCaptureFixture
+    model: Model, layers: set[int], make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The mirror of these many layers does not run in one of two steps."""
     steps = make(model)
-    steps.cpu.library.faults["hotpage_mirror_rows"] = lambda block: block.num_tokens != 24
+    steps.cpu.library.faults["hotpage_mirror_rows"] = lambda block: (
+        block.num_tokens != 24 or block.pools.num_layers not in layers
+    )
     one = steps.batch(steps.part(1, 24, 0, host=[3], resident=[5]))
     rest = steps.batch(steps.part(1, BLOCK, 24, host=[3], resident=[5]))
     values = rest.parts[0].values
@@ -125,8 +133,7 @@ def test_a_page_without_its_mirror_is_copied_whole_before_it_is_reported(
     assert steps.worker.num_repaired_pages == 1
     assert "host block 3" in caplog.text
     lost = sum(int(mask.counters[2]) for mask in steps.worker._mirrors.masks)
-    assert lost == 24 * len(steps.worker._mirrors.masks)
-    steps.worker.take_transfer_updates()
+    assert lost == 24 * len(layers)
 
 
 def test_a_repair_behind_other_transfers_changes_no_order(make: Make) -> None:
@@ -204,14 +211,20 @@ def test_pages_and_host_copies_move_the_rows_of_every_layer_and_only_theirs(
 
 
 def test_a_host_copy_waits_for_the_mirror_of_its_source(make: Make) -> None:
+    """The CPU copies, so that an order among streams is not enough."""
     steps = make(ONE_EACH)
+    streams = (steps.worker._mirrors._side._stream, steps.cpu.streams.computing)
     batch = page_of(steps, 1)
     steps.start(batch=batch)
     steps.write(batch)
     steps.worker.finish_forward()
     assert not steps.host_holds(3, batch.parts[0].values), "the mirror has run already"
+    before = [stream.num_waits for stream in streams]
     steps.start(host_copies=((3, 7),))
     assert steps.host_holds(7, batch.parts[0].values)
+    assert [stream.num_waits for stream in streams] == [n + 1 for n in before]
+    steps.start()
+    assert [stream.num_waits for stream in streams] == [n + 1 for n in before], "a wait for nothing"
 
 
 def test_more_pages_than_one_launch_takes_are_copied_launch_by_launch(make: Make) -> None:
@@ -244,6 +257,9 @@ def test_tables_land_in_the_state_rows_of_requests_whatever_the_order_of_the_bat
     steps = make(PACKED)
     groups = steps.groups
     steps.start(started=[(5, "r2"), (7, "r1")])
+    full = [steps.part(n, 5, 4, host=[n], resident=[n], state_row=4 - n) for n in (3, 4, 1)]
+    steps.start(batch=steps.batch(*full))
+    assert steps.worker.caches.request_state_indices.tolist() == [1, 0, 3, -1]
     batch = steps.batch(
         steps.part(1, 5, 4, host=[3], resident=[5], state_row=2),
         steps.part(2, 5, 4, host=[4], resident=[6], state_row=0),
@@ -368,6 +384,22 @@ def test_hot_rows_that_a_step_writes_anew_are_freed_before_its_attention(make: M
     assert steps.counters() == [2, 4, 0]
 
 
+def test_a_second_pass_over_the_same_metadata_sees_its_own_lengths(make: Make) -> None:
+    """A drafter's passes write the grown lengths into the metadata that they share."""
+    steps = make(PACKED)
+    batch = seed_reader(steps, [9])
+    metadata = batch.metadata()
+    topk = torch.full_like(steps.cpu.topk[:1], -1)
+    topk[0, :2] = torch.tensor([69, 70], dtype=torch.int32)
+    for length, found in ((70, 1), (71, 2)):
+        metadata.seq_lens.fill_(length)
+        for _, layer in steps.layers:
+            _, counts = layer.attention.impl.index_group.convert_logical_to_physical_topk(
+                0, topk, metadata, block_stride_rows=None, return_valid_counts=True
+            )
+            assert counts.tolist() == [found]
+
+
 def test_rows_that_landed_before_a_block_was_recycled_do_not_count(make: Make) -> None:
     steps = make(ONE_EACH)
     batch = page_of(steps, 1)
@@ -383,6 +415,23 @@ def test_rows_that_landed_before_a_block_was_recycled_do_not_count(make: Make) -
 
 
 # What vLLM's own code must not do here.
+
+
+@pytest.mark.parametrize("length", [BLOCK, 30])
+def test_rows_of_a_resident_prefill_are_found_behind_their_indexer(length: int, make: Make) -> None:
+    """vLLM converts them on a stream of its own, which must come behind the top-k."""
+    steps = make(MIXED)
+    batch = steps.batch(steps.part(1, length, 0, host=[3], resident=[5]))
+    residency = [(0, 0, steps.blocks(5))]
+    steps.start(
+        plan(steps.groups, cleared=[0], residency=residency, resident=True),
+        batch=batch,
+        started=[(0, "r1")],
+    )
+    attention = Attention(steps.cpu, seed=1)
+    attention.run(batch, batch.metadata(), drafts=False, pages=True)
+    assert attention.num_rows > length
+    assert steps.worker.launch_counts()["stage_prefill"] == 0
 
 
 def test_prefill_rows_with_host_only_pages_are_not_resolved_row_by_row(make: Make) -> None:

@@ -47,21 +47,26 @@ class RowLengths:
         self._row = torch.arange(1, max_rows + 1, dtype=torch.int32, device=device)
         self._metadata: Any = None
         self._num_rows = 0
+        self._served: set[object] = set()
 
     def forget(self) -> None:
         """The next batch has other lengths."""
         self._metadata = None
 
-    def update(self, metadata: Any, num_rows: int) -> None:
+    def update(self, metadata: Any, num_rows: int, group: object) -> None:
         """Fills the buffer for a batch, unless this very batch was the last one.
 
         Args:
             metadata: vLLM's sparse-MLA metadata of the batch.
+            group: who asks. Asking a second time it is in another forward pass: a drafter's passes
+                share their metadata, in which the lengths change.
         """
         import torch
 
         # Inside a capture the work must be recorded by the graph that replays it.
-        if self._metadata is metadata and self._num_rows >= num_rows and not _is_capturing():
+        known = self._metadata is metadata and self._num_rows >= num_rows
+        if known and group not in self._served and not _is_capturing():
+            self._served.add(group)
             return
         request = metadata.req_id_per_token[:num_rows]
         past = metadata.seq_lens - metadata.query_start_loc[1:]
@@ -70,7 +75,7 @@ class RowLengths:
             self._row[:num_rows],
             out=self.buffer[:num_rows],
         )
-        self._metadata, self._num_rows = metadata, num_rows
+        self._metadata, self._num_rows, self._served = metadata, num_rows, {group}
 
 
 def _is_capturing() -> bool:
@@ -175,7 +180,7 @@ class GroupResolver:
             the group writes them again.
         """
         num_rows = int(logical_topk.shape[0])
-        self._lengths.update(metadata, num_rows)
+        self._lengths.update(metadata, num_rows, self)
         request = metadata.req_id_per_token[:num_rows]
         self._op.set_batch(logical_topk, request, metadata.query_start_loc[-1:], num_requests)
         self._op(current_stream(self._device))

@@ -189,7 +189,8 @@ class NativeConnectorWorker:
             return
         rows = {name: row for row, name in enumerate(request_ids)}
         scheduled = np.frombuffer(metadata.batch, np.int32).tolist()
-        batch_row = {id: row for id in scheduled if (row := rows.get(self._names[id])) is not None}
+        names = self._names
+        batch_row = {id: row for id in scheduled if (row := rows.get(names.get(id, ""))) is not None}
         for plan in changed:
             self._tables.apply(plan, batch_row)
 
