@@ -94,6 +94,12 @@ class NativeConnectorWorker:
                 f"engine native serves blocks of {_KERNEL_BLOCK_SIZE} tokens, the caches have "
                 f"{caches.block_size}; set --block-size {_KERNEL_BLOCK_SIZE}"
             )
+        hot_rows = caches.groups[0].leader.handle.runtime.region_stride
+        if hot_rows % caches.block_size:
+            raise ConfigError(
+                f"device_buffer_size is {hot_rows}, expected a multiple of {caches.block_size}; set "
+                f"{-(-hot_rows // caches.block_size) * caches.block_size} in hisparse_config"
+            )
         if native.pool.layout.row_interleaved:
             host_pool.rebind(caches, kv_caches, native.layer_rows())
         self.layers = pool_layers(caches)
@@ -189,8 +195,10 @@ class NativeConnectorWorker:
             return
         rows = {name: row for row, name in enumerate(request_ids)}
         scheduled = np.frombuffer(metadata.batch, np.int32).tolist()
-        names = self._names
-        batch_row = {id: row for id in scheduled if (row := rows.get(names.get(id, ""))) is not None}
+        names = [self._names.get(id, "") for id in scheduled]
+        batch_row = {
+            id: rows[name] for id, name in zip(scheduled, names, strict=True) if name in rows
+        }
         for plan in changed:
             self._tables.apply(plan, batch_row)
 
