@@ -97,7 +97,7 @@ class NativeConnectorWorker:
         hot_rows = caches.groups[0].leader.handle.runtime.region_stride
         if hot_rows % caches.block_size:
             raise ConfigError(
-                f"device_buffer_size is {hot_rows}, expected a multiple of {caches.block_size}; set "
+                f"device_buffer_size is {hot_rows}, expected a multiple of the block size; set "
                 f"{-(-hot_rows // caches.block_size) * caches.block_size} in hisparse_config"
             )
         if native.pool.layout.row_interleaved:
