@@ -155,9 +155,7 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
     if parallel.enable_dbo:
         found.append("engine native does not serve dual-batch overlap; drop --enable-dbo")
     if config.cache_config.cache_dtype == "nvfp4_ds_mla":
-        found.append(
-            "engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla or bfloat16"
-        )
+        found.append("engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla")
     model = config.model_config
     if model is not None and getattr(model, "enable_sleep_mode", False):
         found.append(
