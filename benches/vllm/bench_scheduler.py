@@ -51,7 +51,7 @@ _now = time.thread_time
 
 def main() -> None:
     """Runs every case and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the results, one a line")
     parser.add_argument("--quick", action="store_true", help="few requests and short contexts")
     arguments = parser.parse_args()
