@@ -32,7 +32,8 @@ class Options:
         host_layout: order of rows in the host pool; `auto` follows from the siblings.
         allocate_fast_path: answer allocations that need no block without asking every manager.
         hot_return_steps: steps of full residency after which a hot region is given back.
-        metrics_interval: steps between two reads of the device counters.
+        metrics_interval: steps between two reports, of the host pool's level and of the device
+            counters.
         siblings: connectors beside this one in a MultiConnector.
     """
 
