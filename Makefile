@@ -25,14 +25,15 @@ CUDA_SOURCES := $(shell find cuda -type f -not -path '*/__pycache__/*')
 SOURCES := $(BUILD_SOURCES) $(RUST_SOURCES) $(PYTHON_SOURCES)
 
 help:
-	@echo 'make demo     run hotpage demo (no GPU, no CUDA compiler)'
-	@echo 'make test     every check that needs no GPU, on the wheel that make wheel builds'
-	@echo 'make test-vllm  the adapter inside vLLM $(VLLM_VERSION), and that version'"'"'s own tests'
-	@echo 'make wheel    dist/*.whl with the kernels, its platform tag checked'
-	@echo 'make sdist    dist/*.tar.gz'
+	@echo 'make demo        run hotpage demo (no GPU, no CUDA compiler)'
+	@echo 'make test        every check that needs no GPU, on the wheel that make wheel builds'
+	@echo 'make test-vllm   the adapter inside vLLM $(VLLM_VERSION), and that version'"'"'s own tests'
+	@echo 'make lint        ruff on the Python code'
+	@echo 'make wheel       dist/*.whl with the kernels, its platform tag checked'
+	@echo 'make sdist       dist/*.tar.gz'
 	@echo 'make bench-core  scheduler latency as a table and in build/bench-core.json'
-	@echo 'make develop  install the checkout itself (editable), with the kernels'
-	@echo 'make clean    remove everything that make made'
+	@echo 'make develop     install the checkout itself (editable), with the kernels'
+	@echo 'make clean       remove everything that make made'
 
 $(VENV)/stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

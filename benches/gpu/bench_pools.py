@@ -420,9 +420,9 @@ def bench_stage(pool: torch.Tensor) -> list[Cell]:
     return cells
 
 
-def main() -> None:
+def main() -> int:
     """Runs the chosen parts and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pool-gb", type=float, default=20.0)
     parser.add_argument("--layers", choices=["glm", "four"], default="glm")
     parser.add_argument("--repeats", type=int, default=5)
@@ -433,6 +433,9 @@ def main() -> None:
         "--ram-gb", type=float, default=None, help="RAM that the machine really has"
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was measured", file=sys.stderr)
+        return 1
     parts = args.only.split(",")
     if args.vllm_library is not None:
         torch.ops.load_library(str(args.vllm_library))
@@ -465,7 +468,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, pool of {args.pool_gb:g} GB, rows of {ROW_BYTES} bytes")
     for what, figure, target in cells:
         print(f"{what:64} {figure:26} {target}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "vllm"))
 
 from engine.counters import hot_counts
-from engine.launch import BLOCK, Engine, EngineSpec, set_environment
+from engine.launch import BLOCK, Engine, EngineSpec, require_gpu, set_environment
 from engine.models import MODELS, VOCABULARY, write_model
 
 WARM_UP = 8
@@ -82,7 +82,7 @@ def measure(engine: Engine, requests: int, context: int, steps: int) -> dict[str
 
 
 def main() -> None:
-    """Runs both engines with both pools and prints a table."""
+    """Runs both engines with both pools and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the results, one a line")
     parser.add_argument("--model", choices=tuple(MODELS), default="glm-5.2")
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=3600, help="GPU blocks of the small pool")
     parser.add_argument("--host-pool-gib", type=float, default=4.0)
     arguments = parser.parse_args()
+    require_gpu()
     # The engine as it is served, not as the tests want it.
     os.environ.setdefault("VLLM_BATCH_INVARIANT", "0")
     set_environment()

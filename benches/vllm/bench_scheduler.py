@@ -7,9 +7,10 @@ Both sides run through `KVCacheManager` and `build_connector_meta`, the pickling
 included. Needs an environment with vLLM; no GPU. Each line of FILE is
 `{case, groups, mtp, vllm_ms, hotpage_ms, floor_ms, ratio}`: medians in ms of this thread's CPU
 time, so that other work on the machine counts little; `floor_ms` is what vLLM's own pool methods
-take for the same blocks, page by page from the first one, measured on vLLM's side; `ratio` is
-vllm_ms / hotpage_ms. The cases `unpin_alone_*` are that method alone on each side's blocks in the
-order in which the side's finish released them: the time of a finish that did nothing else.
+take for the same blocks, page by page from the first one, measured on vLLM's side, or 0 in cases
+that have no such floor; `ratio` is vllm_ms / hotpage_ms. The cases `unpin_alone_*` are that method
+alone on each side's blocks in the order in which the side's finish released them: the time of a
+finish that did nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _now = time.thread_time
 
 def main() -> None:
     """Runs every case and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the results, one a line")
     parser.add_argument("--quick", action="store_true", help="few requests and short contexts")
     arguments = parser.parse_args()
@@ -66,10 +67,11 @@ def main() -> None:
         lines += prefill(groups, K * K // scale)
     arguments.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for line in lines:
+        floor = f"{line['floor_ms']:7.3f} ms" if line["floor_ms"] else f"{'-':>10}"
         print(
             f"{line['case']:34} G={line['groups']:<3} mtp={line['mtp']} "
-            f"vllm {line['vllm_ms']:9.3f}  hotpage {line['hotpage_ms']:8.3f}  "
-            f"floor {line['floor_ms']:7.3f} ms  {line['ratio']:6.1f}x"
+            f"vllm {line['vllm_ms']:9.3f} ms  hotpage {line['hotpage_ms']:8.3f} ms  "
+            f"floor {floor}  {line['ratio']:6.1f}x"
         )
 
 

@@ -44,7 +44,7 @@ MODEL_STUB = {
 
 def main() -> int:
     """Runs both suites and prints the sum."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--engine", choices=("native", "upstream"), default="native")
     arguments = parser.parse_args()

@@ -109,7 +109,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def check_list(name: str, ids: torch.Tensor, dtype: str, length: int, device: torch.device) -> None:
-    """Checks a list of ids that may be longer than what is used of it.
+    """Checks `[n]` ids of a list that may be longer than what is used of it.
 
     Raises:
         ConfigError: another dtype or device, more than one dimension, gaps, or too short.

@@ -111,6 +111,6 @@ class DivergenceCheck:
 
 
 def read_digest(digest: torch.Tensor) -> tuple[int, int]:
-    """(lists, digest) of a running digest; waits for the current stream."""
+    """(lists, digest) of a running digest, int64 `[4]`; waits for the current stream."""
     value, lists = digest[:2].tolist()
     return lists, value % (1 << 64)

@@ -56,7 +56,10 @@ class SlotMappings:
 
 
 class MirrorMask:
-    """Which rows of each host block have landed, for one set of layers, and the counters."""
+    """Which rows of each host block have landed, for one set of layers, and the counters.
+
+    `Invalidate` clears the words of recycled blocks in its own launch.
+    """
 
     def __init__(self, num_host_blocks: int, block_size: int, device: torch.device | str) -> None:
         import torch
@@ -67,13 +70,6 @@ class MirrorMask:
         """int64 `[host blocks][ceil(block size / 64)]`: bit r % 64 of word r / 64 is row r."""
         self.counters = torch.zeros(_abi.NUM_MIRROR_COUNTERS, dtype=torch.int64, device=device)
         """int64 `[3]`: tokens copied, skipped as padding, lost; they only grow."""
-
-    def clear(self, host_blocks: torch.Tensor) -> None:
-        """Forgets what landed in some blocks, int64 ids on the device, on the current stream.
-
-        `Invalidate` does it for recycled blocks in its own launch.
-        """
-        self.words[host_blocks] = 0
 
 
 class MirrorRows:

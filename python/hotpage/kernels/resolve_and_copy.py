@@ -307,17 +307,6 @@ class ResolveAndCopy:
         params.holders = holders.data_ptr()
         self._holders = holders
 
-    def set_topk(self, logical_topk: torch.Tensor) -> None:
-        """Reads another top-k buffer of the same shape from now on; a captured graph keeps its own.
-
-        Raises:
-            ConfigError: another dtype, shape or device.
-        """
-        check_tensor("logical_topk", logical_topk, "int32", self._shape, self._device)
-        self.params.logical_topk = logical_topk.data_ptr()
-        self.params.logical_topk_stride = logical_topk.stride(0)
-        self._topk = logical_topk
-
     def set_batch(
         self,
         logical_topk: torch.Tensor,

@@ -121,6 +121,7 @@ class Rendezvous:
             raise ConfigError(f"rank is {rank}, expected 0 to {num_ranks - 1}")
         self.rank, self.num_ranks = rank, num_ranks
         self._call_s = call_s
+        self._num_calls = 0
         self._links: list[_Link] = []
         self._listener: socket.socket | None = None
         self._failed: str | None = None
@@ -192,16 +193,20 @@ class Rendezvous:
         return message
 
     def _answer(self, link: _Link, name: str, deadline: float) -> Any:
-        """What a rank sent in this call."""
+        """What a rank sent in this call.
+
+        Rank 0 does not wait in `share_fd`, so another rank's value may be that of an earlier call.
+        """
         message = self._check(link.receive(deadline))
-        if name not in message:
+        if name not in message or message["call"] != self._num_calls:
             raise RankError(f"rank {link.rank} makes another call than rank {self.rank}")
         return message[name]
 
-    def _usable(self) -> float:
-        """The deadline of a call that begins now."""
+    def _begin_call(self) -> float:
+        """Counts a call that begins now; its deadline."""
         if self._failed is not None:
             raise RankError(self._failed)
+        self._num_calls += 1
         return time.monotonic() + self._call_s
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -210,16 +215,16 @@ class Rendezvous:
         Raises:
             RankError: a rank has failed, has ended or did not come in time; every rank raises.
         """
-        deadline = self._usable()
+        deadline = self._begin_call()
         try:
             if self.rank != 0:
-                self._tell_rank_0({"value": value})
+                self._tell_rank_0({"call": self._num_calls, "value": value})
                 return self._answer(self._links[0], "values", deadline)
             values = [value, *(None for _ in self._links)]
             for link in self._ready_links(deadline):
                 values[link.rank] = self._answer(link, "value", deadline)
             for link in self._links:
-                link.send({"values": values})
+                link.send({"call": self._num_calls, "values": values})
             return values
         except RankError as error:
             self._leave(str(error))
@@ -255,13 +260,13 @@ class Rendezvous:
         Raises:
             RankError: as in `all_gather`.
         """
-        deadline = self._usable()
+        deadline = self._begin_call()
         try:
             if self.rank == 0:
                 if fd is None:
                     raise ProtocolError("rank 0 has no file descriptor to share")
                 for link in self._links:
-                    link.send({"fd": True})
+                    link.send({"call": self._num_calls, "fd": True})
                     link.send_fd(fd)
                 return fd
             self._answer(self._links[0], "fd", deadline)

@@ -79,7 +79,7 @@ def check_vllm() -> str:
     try:
         installed = version("vllm")
     except PackageNotFoundError:
-        raise UnsupportedVllmError(f"vLLM is not installed; {remedy}") from None
+        raise UnsupportedVllmError(f"vLLM is not installed; install vllm=={supported}") from None
     known = FINGERPRINTS.get(installed.partition("+")[0])
     if known is None:
         raise UnsupportedVllmError(

@@ -49,6 +49,12 @@ class NativeIndexGroup(HiSparseMLAIndexGroup):
         """Physical rows of verification rows, hot and resident; the leader's call brings all misses
         of the group. Rows of prefill requests come here only if their contexts are resident.
 
+        Args:
+            logical_topk_indices: int32 `[rows][top_k]`.
+
+        Returns:
+            int32 `[rows][top_k]`, with the valid entries of each row, int32 `[rows]`, if asked for.
+
         Raises:
             InvariantError: prefill rows with host-only pages.
         """
@@ -83,7 +89,12 @@ class NativeIndexGroup(HiSparseMLAIndexGroup):
         attn_metadata: Any,
         request_start: int,
     ) -> torch.Event:
-        """Contexts of one chunk of prefill requests as bfloat16, on the current stream."""
+        """Contexts of one chunk of prefill requests as bfloat16, on the current stream.
+
+        Args:
+            dst: bfloat16 `[rows of the chunk][576]`.
+            workspace_starts: int32 `[batch_size or more]`: first row of each request.
+        """
         self.ops.staging[layer_index].upconvert(
             dst, workspace_starts[:batch_size], attn_metadata, request_start
         )

@@ -32,7 +32,8 @@ class Options:
         host_layout: order of rows in the host pool; `auto` follows from the siblings.
         allocate_fast_path: answer allocations that need no block without asking every manager.
         hot_return_steps: steps of full residency after which a hot region is given back.
-        metrics_interval: steps between two reads of the device counters.
+        metrics_interval: steps between two reports, of the host pool's level and of the device
+            counters.
         siblings: connectors beside this one in a MultiConnector.
     """
 
@@ -155,9 +156,7 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
     if parallel.enable_dbo:
         found.append("engine native does not serve dual-batch overlap; drop --enable-dbo")
     if config.cache_config.cache_dtype == "nvfp4_ds_mla":
-        found.append(
-            "engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla or bfloat16"
-        )
+        found.append("engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla")
     model = config.model_config
     if model is not None and getattr(model, "enable_sleep_mode", False):
         found.append(

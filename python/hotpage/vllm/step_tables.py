@@ -94,7 +94,9 @@ class StepTables:
         self.num_invalidations += 1
 
     def set_batch(self, state_rows: torch.Tensor) -> None:
-        """Writes which state row each batch request has; the rest is padding."""
+        """Writes which state row each batch request has, `[batch requests]` on the device; the
+        rest is padding. Uses the current stream.
+        """
         n = int(state_rows.shape[0])
         self._state_rows[n:].fill_(-1)
         self._state_rows[:n].copy_(state_rows)

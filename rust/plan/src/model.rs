@@ -12,21 +12,6 @@ pub const MAX_LAYERS: u64 = 4_096;
 /// More draft layers than any model has.
 const MAX_DRAFT_LAYERS: u64 = 64;
 
-/// Bytes of a row in `fp8_ds_mla`: 512 quantised values, 16 bytes of scales, 64 bf16 rope values.
-pub const FP8_DS_MLA_ROW_BYTES: u64 = 512 + 16 + 128;
-
-/// Bytes of a row of `kv_lora_rank` plus rope values in bf16.
-#[must_use]
-pub const fn bf16_row_bytes(kv_lora_rank: u64, rope_dim: u64) -> u64 {
-    2 * (kv_lora_rank + rope_dim)
-}
-
-/// Bytes of an indexer row: fp8 values and one fp32 scale for each 128 of them (vLLM 0.33).
-#[must_use]
-pub const fn indexer_row_bytes(head_dim: u64) -> u64 {
-    head_dim + head_dim / 128 * 4
-}
-
 /// A KV cache group whose blocks do not grow with the context, such as the ring of raw keys that
 /// a pooling indexer has not yet pooled. It takes no part in prefix caching, so its block size
 /// binds nobody else's.

@@ -8,12 +8,16 @@ use hotpage_plan::capacity::{self, Footprint};
 use hotpage_plan::link::{self, HostLayout, PCIE5_X16_GBPS};
 use hotpage_plan::memory::{indexer_workspace_bytes, prefill_workspace_bytes, registrations};
 use hotpage_plan::memory::{GpuMemory, GIB, RUNTIME_GIB};
-use hotpage_plan::model::{bf16_row_bytes, indexer_row_bytes, leaders, RequestGroup};
+use hotpage_plan::model::{leaders, RequestGroup};
 use hotpage_plan::packing::default_hot_rows;
 use hotpage_plan::plan::Bind;
 use hotpage_plan::{plan, Inputs, Model, Packing};
 
+/// Bytes of a row: 512 quantised values, four scales and 64 bf16 values, or 576 bf16 values.
 const FP8: u64 = 656;
+const BF16: u64 = 1_152;
+/// Bytes of an indexer's row: 128 fp8 values and their scale.
+const INDEXER: u64 = 132;
 
 fn model(leaders: Vec<bool>, row_bytes: u64) -> Model {
     Model {
@@ -21,7 +25,7 @@ fn model(leaders: Vec<bool>, row_bytes: u64) -> Model {
         draft_layers: 1,
         row_bytes,
         block_align_bytes: 1,
-        indexer_row_bytes: indexer_row_bytes(128),
+        indexer_row_bytes: INDEXER,
         tokens_per_indexer_row: 1,
         top_k: 2048,
         max_positions: 1 << 20,
@@ -80,7 +84,6 @@ fn refusal(inputs: &Inputs) -> String {
 #[test]
 fn three_geometries_pack_as_vllm_packs_them() {
     // Model, MTP, groups in all, G, block bytes, host page bytes, MiB of a hot region.
-    let bf16 = bf16_row_bytes(512, 64);
     let cases = [
         (deepseek(), 0, 14, 6, 545_792, 61 * 41_984, 200),
         (deepseek(), 1, 14, 6, 545_792, 62 * 41_984, 300),
@@ -88,8 +91,8 @@ fn three_geometries_pack_as_vllm_packs_them() {
         (glm_like(FP8), 0, 44, 21, 209_920, 78 * 41_984, 269),
         (glm_like(FP8), 1, 44, 21, 209_920, 79 * 41_984, 404),
         (glm_like(FP8), 3, 44, 21, 209_920, 79 * 41_984, 673),
-        (glm_like(bf16), 0, 44, 21, 294_912, 78 * 73_728, 378),
-        (glm_like(bf16), 3, 44, 21, 294_912, 79 * 73_728, 945),
+        (glm_like(BF16), 0, 44, 21, 294_912, 78 * 73_728, 378),
+        (glm_like(BF16), 3, 44, 21, 294_912, 79 * 73_728, 945),
     ];
     for (model, mtp, groups, resident, block, host, hot_mib) in cases {
         let packing = Packing::new(&model, 64, None, mtp).unwrap();
@@ -163,7 +166,7 @@ fn published_bytes_of_hot_rows_and_of_a_request() {
     assert_eq!(packing.hot_payload_bytes(), 209_584_128);
     // The HiSparse paper's 13.09 GB of a 128K request: an indexer in every layer, bf16 rows and
     // index keys of 128 bytes without scales.
-    let mut paper = model(vec![true; 78], bf16_row_bytes(512, 64));
+    let mut paper = model(vec![true; 78], BF16);
     paper.indexer_row_bytes = 128;
     let packing = Packing::new(&paper, 64, None, 0).unwrap();
     let bytes = packing.pages(131_072) * packing.ordinary_block_bytes;

@@ -38,6 +38,14 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def require_gpu() -> None:
+    """Ends the process with one sentence if no engine can start here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: nothing was run")
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """One engine.

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import compare, controls, determinism, faults, poison
 from engine.counters import UNDER_PRESSURE, Counters
-from engine.launch import Engine, EngineName, EngineSpec, set_environment
+from engine.launch import Engine, EngineName, EngineSpec, require_gpu, set_environment
 from engine.models import MODELS, write_model
 from engine.probe import Probe
 from engine.workload import Scale, Served, Turn, make_turns, serve
@@ -325,6 +325,7 @@ def main() -> int:
         "--kept", type=Path, help="file that takes the ample run, or gives it if it is not run"
     )
     arguments = parser.parse_args()
+    require_gpu()
     set_environment()
     determinism.install()
     report = Report(arguments.json, {"model": arguments.model, "engine": arguments.engine})

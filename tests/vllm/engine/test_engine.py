@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine decodes through the worker side and gives the bits of an engine in no want."""
+"""A real engine short of GPU blocks decodes as one that has plenty, bit by bit."""
 
 from __future__ import annotations
 

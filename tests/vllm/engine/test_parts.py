@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from engine import compare, digests, faults, models  # noqa: E402
+from engine import compare, digests, faults, launch, models  # noqa: E402
 from engine.determinism import select  # noqa: E402
 from engine.launch import BLOCK  # noqa: E402
 from engine.probe import Outcome, Probe  # noqa: E402
@@ -289,3 +289,9 @@ def test_the_scripts_token_is_sampled() -> None:
     (outcome,) = probe.take()[0]["r", 2]
     assert outcome.logits.shape == (8,)
     assert not outcome.attended
+
+
+def test_without_a_gpu_the_commands_end_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^no CUDA device: nothing was run$"):
+        launch.require_gpu()

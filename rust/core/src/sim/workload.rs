@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Owns the shape of the load: conversations of turns, and when their requests arrive.
+//! Owns the shape of the load: conversations of turns, and how a scale changes them.
 
 use crate::error::{Error, Expected, Result};
 use crate::sim::topk::MAX_POSITIONS;
@@ -72,15 +72,6 @@ impl Conversation {
         }
         Ok(())
     }
-}
-
-/// When requests arrive, in steps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrivals {
-    /// Steps between the first turns of two conversations.
-    pub stagger_steps: u32,
-    /// Steps between the end of a turn and the next turn of the same conversation.
-    pub think_steps: u32,
 }
 
 /// `tokens` times `scale`, rounded, at least 1; a scale that is no positive number gives 1.

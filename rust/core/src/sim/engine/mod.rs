@@ -229,12 +229,6 @@ impl Engine {
         &self.coordinator
     }
 
-    /// Pages in the prefix index.
-    #[must_use]
-    pub fn num_published_pages(&self) -> usize {
-        self.prefix.len()
-    }
-
     /// The settings.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
