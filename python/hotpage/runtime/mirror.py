@@ -38,13 +38,14 @@ class Mirrors:
         import torch
 
         first = LayerTable(layers, num_kv_groups=num_kv_groups)
-        self._slots, self._side = slots, SideStream(first.device)
-        # The source's row of the table lies among the others: one copy takes them all.
+        self._side = SideStream(first.device)
+        # Rows of the table up to the last one that is read: one copy takes them all.
         table = slots.resident_slot
-        self._snapshot = torch.full_like(table, -1)
         source_at = (slots.host_row.data_ptr() - table.data_ptr()) // (
             table.stride(0) * table.element_size()
         )
+        self._table = table[: max(source_at, *slots.slot_rows) + 1]
+        self._snapshot = torch.full_like(self._table, -1)
         taken = SlotMappings(self._snapshot, self._snapshot[source_at], slots.slot_rows)
         self.masks: list[MirrorMask] = []
         self._ops: list[MirrorRows] = []
@@ -74,7 +75,7 @@ class Mirrors:
         """Enqueues the mirror of the first `num_tokens` tokens of the forward pass just made."""
         if not num_tokens:
             return
-        self._snapshot[:, :num_tokens].copy_(self._slots.resident_slot[:, :num_tokens])
+        self._snapshot[:, :num_tokens].copy_(self._table[:, :num_tokens])
         self._draft_tokens = num_tokens if self.has_drafts else 0
         self._launch(0, num_tokens)
 
