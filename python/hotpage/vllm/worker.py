@@ -32,7 +32,7 @@ from hotpage.vllm.metadata import (
 )
 from hotpage.vllm.prefill import ChunkStarts, LayerStaging
 from hotpage.vllm.resolver import GroupResolver, RowLengths
-from hotpage.vllm.step_tables import StepTables, changes_tables
+from hotpage.vllm.step_tables import HotRegions, StepTables, changes_tables
 
 if TYPE_CHECKING:
     import torch
@@ -116,10 +116,16 @@ class NativeConnectorWorker:
         self._restore = PageCopier(RestorePages, self._all_layers)
         self._spill = PageCopier(SpillPages, self._all_layers)
         self._acks = AckQueue(self._mirrors.masks, self._spill, self._mirrors.run_beside)
+        self._regions = HotRegions(caches)
         self._retype(caches, holders)
         self.states = [resolver.state for resolver in self._resolvers]
         self._tables = StepTables(
-            caches, self.states, holders, self._mirrors.masks, caches.slots.host_row
+            caches,
+            self.states,
+            self._regions,
+            holders,
+            self._mirrors.masks,
+            caches.slots.host_row,
         )
         row_bytes = [len(group.layers) * self._all_layers.row_bytes for group in caches.groups]
         self._counters = DeviceCounters(
@@ -140,7 +146,7 @@ class NativeConnectorWorker:
         for group in caches.groups:
             rows: list[PoolLayer] = self.layers[at : at + len(group.layers)]
             at += len(group.layers)
-            resolver = GroupResolver(group, caches, rows, lengths, holders)
+            resolver = GroupResolver(group, caches, rows, self._regions, lengths, holders)
             staging = tuple(
                 LayerStaging(layer, one, caches, chunks, staged, zeros)
                 for layer, one in zip(group.layers, rows, strict=True)
@@ -188,6 +194,8 @@ class NativeConnectorWorker:
         if request_state_indices is not None:
             self._tables.set_batch(request_state_indices)
         self._apply_tables(metadata, request_ids or ())
+        if request_state_indices is not None:
+            self._regions.gather(request_state_indices)
 
     def _apply_tables(self, metadata: HotPageConnectorMetadata, request_ids: Sequence[str]) -> None:
         changed = [plan for plan in metadata.plans if changes_tables(plan)]
