@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,21 @@ def test_draft_rows_are_mirrored_at_the_next_step_to_where_the_target_wrote(
     assert steps.worker.num_repaired_pages == 0
     for mask in steps.worker._mirrors.masks:
         assert mask.counters.tolist() == [BLOCK, 0, 0]
+
+
+@pytest.mark.parametrize("sibling", ["NixlConnector", "MooncakeStoreConnector"])
+def test_a_sibling_that_uses_host_rows_finds_them_behind_the_computing_stream(
+    sibling: str, make: Make
+) -> None:
+    """It waits for an event there, or for the step's output, and then reads by itself."""
+    steps = make(PACKED, host_layout="layer_major")
+    worker = steps.worker
+    worker._options = replace(worker._options, siblings=("OffloadingConnector", sibling))
+    batch = page_of(steps, 1)
+    steps.start(batch=batch)
+    steps.write(batch)
+    worker.finish_forward()
+    assert steps.host_holds(3, batch.parts[0].values)
 
 
 def test_without_a_drafter_the_page_is_asked_about_in_its_own_step(make: Make) -> None:

@@ -48,8 +48,12 @@ class Options:
         """`auto` made definite: interleaved wherever no sibling looks at host rows."""
         if self.host_layout != "auto":
             return self.host_layout
-        blind = all(name in HOST_BLIND_SIBLINGS for name in self.siblings)
-        return "row_interleaved" if blind else "layer_major"
+        return "layer_major" if self.shares_host_rows else "row_interleaved"
+
+    @property
+    def shares_host_rows(self) -> bool:
+        """True if a sibling reads or writes host rows, by means and at times of its own."""
+        return not HOST_BLIND_SIBLINGS.issuperset(self.siblings)
 
 
 def parse_options(extra: Mapping[str, Any]) -> Options:

@@ -220,7 +220,8 @@ class NativeConnectorWorker:
                 group.leader.handle.prepare_group_for_batch(metadata)
 
     def finish_forward(self) -> None:
-        """Enqueues the mirror of the rows that the forward pass wrote; sampling does not wait.
+        """Enqueues the mirror of the rows that the forward pass wrote; sampling does not wait,
+        unless a sibling uses host rows.
 
         Raises:
             KernelError: a launch failed.
@@ -228,6 +229,11 @@ class NativeConnectorWorker:
         self._mirrors.mirror(self._num_tokens)
         if not self._mirrors.has_drafts:
             self._finish_previous_step()
+        if self._options.shares_host_rows:
+            # Such a sibling takes the computing stream, or the step's output, for the end of the
+            # mirrors: it saves rows behind an event there, sends those of a request that ended, and
+            # fills host blocks that were freed.
+            self._mirrors.join()
 
     def _finish_previous_step(self) -> None:
         """What waits for the drafter's rows, or for the mirror alone where there is no drafter."""
