@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.hisparse import runtime
 from vllm.v1.outputs import KVConnectorOutput
 
 import hotpage.vllm
@@ -338,6 +339,19 @@ def test_native_without_the_entry_point_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"vllm\.general_plugins"):
         build(entry())
     assert build(entry(engine="upstream"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(runtime, "HiSparseHostPool"), (MultiConnector, "_get_connector_classes_and_configs")],
+)
+def test_a_vllm_without_the_places_for_hooks_starts_without_them(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls the entry point at every start, whatever it is to serve, and catches nothing."""
+    monkeypatch.delattr(owner, name)
+    plugin.activate()
+    assert not plugin.is_active()
 
 
 def test_the_plugin_changes_nothing_for_other_configurations() -> None:

@@ -295,7 +295,7 @@ def test_fewer_tokens_than_verification_rows_are_refused(make: Make) -> None:
 def test_a_hot_region_that_ends_inside_a_block_is_refused(make: Make) -> None:
     cpu = make(Model((1, 1), hot_rows=100), register=False)
     cpu.bind()
-    refused(cpu, "hot_rows is 100")
+    refused(cpu, "device_buffer_size is 100, expected a multiple of the block size; set 128")
 
 
 def test_layers_of_an_index_group_that_lie_apart_are_refused() -> None:
