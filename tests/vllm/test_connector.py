@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -339,6 +340,14 @@ def test_native_without_the_entry_point_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"vllm\.general_plugins"):
         build(entry())
     assert build(entry(engine="upstream"))
+
+
+def test_files_in_which_something_is_hooked_are_known_by_their_fingerprints() -> None:
+    root, places = _compat._root(), plugin._places()
+    assert places is not None
+    for owner in places:
+        path = Path(sys.modules[owner.__module__].__file__ or "")
+        assert path.relative_to(root).as_posix() in _compat.FILES
 
 
 @pytest.mark.parametrize(
