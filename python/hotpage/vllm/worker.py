@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FP8_DS_MLA_BYTES = 656
+
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
 
@@ -106,6 +108,7 @@ class NativeConnectorWorker:
         self._handles = [layer.handle for layer in caches.layers]
         drafts = [layer.is_draft for layer in caches.layers]
         self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
+        _check_rows(self.layers[0].gpu, self._all_layers.row_bytes)
         self._mirrors = Mirrors(
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if not draft],
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if draft],
@@ -342,6 +345,15 @@ class NativeConnectorWorker:
             # Views keep the pool's memory.
             handle.runtime.__dict__.pop("_host_cache", None)
         host_pool.release(self._config)
+
+
+def _check_rows(rows: torch.Tensor, row_bytes: int) -> None:
+    """Raises ConfigError for fp8 rows of another format, which go by the same name in vLLM."""
+    if rows.element_size() == 1 and row_bytes != _FP8_DS_MLA_BYTES:
+        raise ConfigError(
+            f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
+            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
+        )
 
 
 def _pages(plan: StepPlan) -> Pages:
