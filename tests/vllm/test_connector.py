@@ -68,8 +68,13 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def vllm_config(transfer: KVTransferConfig, **settings: Any) -> Any:
     """What the connectors read of a configuration; a real one needs a model."""
-    parallel = {"prefill_context_parallel_size": 1, "enable_dbo": False, "world_size": 2}
-    parallel |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "nnodes_within_dp": 1}
+    parallel = {"prefill_context_parallel_size": 1, "enable_dbo": False, "ubatch_size": 0}
+    parallel |= {
+        "world_size": 2,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "nnodes_within_dp": 1,
+    }
     parallel |= {"decode_context_parallel_size": 1, "distributed_executor_backend": "mp"}
     model = SimpleNamespace(
         max_model_len=512,
@@ -247,6 +252,7 @@ def test_engine_upstream_is_vllms_own_path_on_any_version(monkeypatch) -> None:
         ({"metrics_interval": "x"}, {}, "metrics_interval is 'x'"),
         ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2; set it to 1"),
         ({}, {"enable_dbo": True}, "drop --enable-dbo"),
+        ({}, {"ubatch_size": 2}, "and --ubatch-size"),
         ({}, {"cache_dtype": "nvfp4_ds_mla"}, "use fp8_ds_mla or bfloat16"),
         ({}, {"enable_sleep_mode": True}, "drop --enable-sleep-mode"),
         ({}, {"model_type": "deepseek_v4"}, "does not serve DeepSeek V4"),

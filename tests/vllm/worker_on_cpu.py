@@ -341,7 +341,7 @@ def vllm_config(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1,
             decode_context_parallel_size=1, world_size=1, distributed_executor_backend="uni",
-            nnodes_within_dp=1, enable_dbo=False, data_parallel_index=0,
+            nnodes_within_dp=1, enable_dbo=False, ubatch_size=0, data_parallel_index=0,
         ),
         cache_config=SimpleNamespace(
             num_gpu_blocks_override=num_blocks, prefix_cache_retention_interval=None,

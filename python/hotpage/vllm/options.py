@@ -156,8 +156,11 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
             "engine native does not serve prefill_context_parallel_size "
             f"{parallel.prefill_context_parallel_size}; set it to 1"
         )
-    if parallel.enable_dbo:
-        found.append("engine native does not serve dual-batch overlap; drop --enable-dbo")
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        found.append(
+            "engine native does not serve a step in microbatches; "
+            "drop --enable-dbo and --ubatch-size"
+        )
     if config.cache_config.cache_dtype == "nvfp4_ds_mla":
         found.append(
             "engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla or bfloat16"
