@@ -105,6 +105,31 @@ def test_a_request_without_a_region_writes_into_nobodys(change: dict[str, Any], 
     assert steps.counters() == [0, 1, 1]
 
 
+def test_a_dummy_run_between_two_steps_touches_no_request(make: Make) -> None:
+    """As vLLM makes it while other replicas compute: tables of zeros, and no call of the worker."""
+    steps = make(ONE_EACH)
+    batch = seed_reader(steps, [9])
+    steps.read(batch, [0, 1, 2])
+    before = [state.row_map.clone() for state in steps.worker.states]
+    pool, counters = steps.cpu.gpu_pool.clone(), steps.counters()
+    for table in steps.cpu.tables.input_block_tables:
+        table.zero_()
+    steps.cpu.tables.slot_mappings.fill_(-1)
+    topk = torch.full_like(steps.cpu.topk[:1], 7)
+    for _, layer in steps.layers:
+        layer.attention.impl.index_group.convert_logical_to_physical_topk(
+            0, topk, batch.metadata(), block_stride_rows=None, return_valid_counts=True
+        )
+    assert torch.equal(pool, steps.cpu.gpu_pool)
+    assert steps.counters() == counters
+    for state, rows in zip(steps.worker.states, before, strict=True):
+        assert torch.equal(state.row_map, rows)
+    batch._write_tables()
+    steps.start(batch=batch)
+    steps.read(batch, [0, 1, 2])
+    assert steps.counters() == [3, 3, 0]
+
+
 def test_hot_rows_of_a_recycled_host_block_are_read_again(make: Make) -> None:
     steps = make(ONE_EACH)
     batch = seed_reader(steps, [9])
