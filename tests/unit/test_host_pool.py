@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import mmap
 import sys
 from pathlib import Path
@@ -179,9 +180,30 @@ def test_a_chunk_that_cannot_be_unpinned_does_not_keep_the_others(
 def test_views_may_outlive_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(LAYOUTS["small blocks"], driver=StandIn())
     view = memoryview(pool._buffer)
-    pool.close()
+    with caplog.at_level(logging.INFO, "hotpage.memory"):
+        pool.close()
     assert "outlive" in caplog.text
     assert view[0] == 0
+
+
+def test_tensors_may_outlive_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+    """torch holds no export of a buffer; memory unmapped under a tensor ends the process."""
+    pytest.importorskip("torch")
+    pool = HostPool(LAYOUTS["small blocks"], driver=StandIn())
+    rows = pool.layer_rows(1)
+    rows.fill_(3)
+    with caplog.at_level(logging.INFO, "hotpage.memory"):
+        pool.close()
+    assert "outlive" in caplog.text
+    assert bool((rows == 3).all())
+    del rows
+    caplog.clear()
+    again = HostPool(LAYOUTS["small blocks"], driver=StandIn())
+    again.layer_rows(0)
+    mapping = again._mapping
+    again.close()
+    assert mapping is not None
+    assert mapping.closed, "a tensor that is gone keeps nothing"
 
 
 def test_a_buffer_of_the_caller_is_registered_and_left_open() -> None:

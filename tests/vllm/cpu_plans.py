@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +36,14 @@ def plan(
     transfers: Sequence[Transfer] = (),
     residency: Sequence[tuple[int, int, Sequence[int]]] = (),
     cleared: Sequence[int] = (),
-    granted: Sequence[int] = (),
+    granted: Sequence[tuple[int, Sequence[int]]] = (),
+    returned: Sequence[int] = (),
     recycled: Sequence[int] = (),
     resident: bool = False,
 ) -> Any:
-    """A plan with these lists, in the types of the core's; residency is (request, page, blocks)."""
+    """A plan with these lists, in the types of the core's: residency is (request, page, blocks),
+    granted (request, blocks of its hot region).
+    """
 
     def ints(values: Any, dtype: Any = np.int32) -> np.ndarray:
         return np.array(list(values), dtype)
@@ -59,11 +62,17 @@ def plan(
         residency_request=ints(request for request, _, _ in residency),
         residency_page=ints(page for _, page, _ in residency),
         residency_blocks=ints(b for _, _, b in residency).reshape(-1, groups),
-        hot_region_request=ints(granted),
+        hot_region_request=ints(request for request, _ in granted),
+        hot_region_blocks=ints(b for _, region in granted for b in region),
+        hot_regions_returned=ints(returned),
         recycled_host_blocks=ints(recycled),
         all_context_resident=resident,
     )
 
+
+LAYOUTS = ("row_interleaved", "layer_major")
+PAGE = list(range(BLOCK))
+"""Values of a page that a test fills by hand."""
 
 _APART = 12
 """GPU blocks of the same page in two KV cache groups; groups share one pool."""
@@ -88,6 +97,10 @@ class Steps:
     def blocks(self, block: int) -> list[int]:
         """A block of each KV cache group; the null block has one number for all."""
         return [block and block + _APART * group for group in range(self.groups)]
+
+    def region(self, blocks: Sequence[int]) -> list[int]:
+        """A hot region of these blocks, `[G][blocks]`."""
+        return [self.blocks(block)[group] for group in range(self.groups) for block in blocks]
 
     def start(
         self,
@@ -211,3 +224,34 @@ class Steps:
     def counters(self) -> list[int]:
         """Hits, misses and misses without a slot of the first index group."""
         return self.worker.states[0].counters.tolist()
+
+
+Make = Callable[..., Steps]
+
+
+def page_of(steps: Steps, number: int, **blocks: Any) -> Any:
+    """Request whose first page is computed in one step."""
+    chosen = {"host": [3], "resident": [5]} | blocks
+    return steps.batch(steps.part(number, BLOCK, 0, **chosen))
+
+
+def reader(steps: Steps, host: list[int], hot: list[int], state_row: int = 1) -> Any:
+    """Decode step of a request whose first page is host-only and whose second is resident."""
+    return steps.batch(
+        steps.part(1, 70, 69, host=host, resident=[0, 6], hot=hot, state_row=state_row)
+    )
+
+
+def seed_reader(steps: Steps, hot: list[int]) -> Any:
+    """The request's rows are where they belong, and its first step is started."""
+    values = [1000 + position for position in range(70)]
+    steps.fill_host(3, values[:BLOCK])
+    steps.fill_gpu(6, values[BLOCK:])
+    batch = reader(steps, [3, 4], hot)
+    granted = [(0, steps.region(hot))]
+    steps.start(
+        plan(steps.groups, cleared=[0], residency=[(0, 1, steps.blocks(6))], granted=granted),
+        batch=batch,
+        started=[(0, "r1")],
+    )
+    return batch

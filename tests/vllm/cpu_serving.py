@@ -41,10 +41,10 @@ class CpuServing(Serving):
     Args:
         cpu: the worker.
         traffic: what arrives.
-        num_blocks: GPU blocks.
+        hot_return_steps: steps of full residency after which a hot region is given back.
     """
 
-    def __init__(self, cpu: CpuWorker, traffic: Traffic) -> None:
+    def __init__(self, cpu: CpuWorker, traffic: Traffic, hot_return_steps: int = 512) -> None:
         model, config = cpu.model, cpu.cache_config
         assert config.hisparse_host_num_blocks is not None
         shape = BoundShape(
@@ -60,14 +60,17 @@ class CpuServing(Serving):
                 [cache_config(cpu.config, model, cpu.host_blocks)]
             ),
         )
-        super().__init__(make_side(HOTPAGE, shape), traffic)
+        super().__init__(make_side(HOTPAGE, shape, hot_return_steps=hot_return_steps), traffic)
         # What the loop itself asks of a worker.
         self.worker: Any = SimpleNamespace(tables={}, fill_import=self._fill_import)
         self.cpu, self.attention = cpu, Attention(cpu, traffic.seed)
         self._rng = np.random.default_rng(traffic.seed)
         self._state_rows: dict[str, int] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        """What vLLM's runner has been told of each request, group by group."""
         self._free_rows = list(range(cpu.worker.caches.max_requests))
-        self._stopped = False
+        self._returned: set[int] = set()
+        """Dense ids of requests that gave a hot region back."""
         self.seen: Counter[str] = Counter()
         """What the trace has met."""
         self.enqueued: list[int] = []
@@ -114,8 +117,15 @@ class CpuServing(Serving):
         return self._state_rows[name]
 
     def _blocks(self, name: str) -> list[list[int]]:
+        """Block tables as vLLM's runner has them: they only grow, so that a hot region which
+        replaces another one never gets there.
+        """
         managers = self.side.manager.coordinator.single_type_managers
-        return [[block.block_id for block in m.req_to_blocks.get(name, ())] for m in managers]
+        tables = self._tables.setdefault(name, [[] for _ in managers])
+        for table, manager in zip(tables, managers, strict=True):
+            blocks = manager.req_to_blocks.get(name, ())
+            table.extend(block.block_id for block in blocks[len(table) :])
+        return tables
 
     def _forward_batch(self, metadata: Any, batch: Batch) -> None:
         worker, streams = self.cpu.worker, self.cpu.streams
@@ -144,9 +154,9 @@ class CpuServing(Serving):
                 self.seen["prefix hits"] += 1
                 self.seen["host-only admissions"] += int((hit == 0).all(0).any())
         for plan in metadata.plans:
+            self._note_regions(plan)
             blocks = plan.residency_blocks
             self.seen["pages given up"] += int((blocks == 0).all(axis=-1).sum())
-            self.seen["hot regions"] += len(plan.hot_region_request)
             for kind in plan.transfer_kind.tolist():
                 self.seen[f"transfer {kind}"] += 1
         resident = metadata.all_context_pages_resident
@@ -154,6 +164,13 @@ class CpuServing(Serving):
         if prefills:
             self.seen["prefill resident" if resident else "prefill staged"] += 1
         self.seen["mixed batches"] += bool(prefills and batch.num_decodes)
+
+    def _note_regions(self, plan: Any) -> None:
+        for id in plan.hot_region_request.tolist():
+            self.seen["hot regions"] += 1
+            self.seen["hot regions in the place of another"] += id in self._returned
+        self._returned.difference_update(plan.residency_cleared.tolist())
+        self._returned.update(plan.hot_regions_returned.tolist())
 
     def _answer(self) -> None:
         worker = self.cpu.worker
@@ -187,6 +204,7 @@ class CpuServing(Serving):
         self.seen["aborts"] += status == RequestStatus.FINISHED_ABORTED
 
     def _leave(self, name: str) -> None:
+        self._tables.pop(name, None)
         row = self._state_rows.pop(name, None)
         if row is not None:
             self._free_rows.append(row)
@@ -210,12 +228,14 @@ def serve(
     *,
     streams: Streams | None = None,
     poisoned: bool = False,
+    hot_return_steps: int = 512,
     **sizes: Any,
 ) -> CpuServing:
     """Serves a traffic to its end.
 
     Args:
         poisoned: vLLM's own views of the host pool show poison; only for interleaved rows.
+        hot_return_steps: of `CpuServing`.
         sizes: of `CpuWorker`.
     """
     cpu = CpuWorker(
@@ -227,6 +247,6 @@ def serve(
         cpu.move_vllm_views()
     cpu.worker.register_kv_caches(cpu.kv_caches)
     cpu.gpu_pool.fill_(0xA5)
-    serving = CpuServing(cpu, traffic)
+    serving = CpuServing(cpu, traffic, hot_return_steps)
     serving.run(max_steps=400)
     return serving

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.hisparse import runtime
 from vllm.v1.outputs import KVConnectorOutput
 
 import hotpage.vllm
@@ -66,8 +68,13 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def vllm_config(transfer: KVTransferConfig, **settings: Any) -> Any:
     """What the connectors read of a configuration; a real one needs a model."""
-    parallel = {"prefill_context_parallel_size": 1, "enable_dbo": False, "world_size": 2}
-    parallel |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "nnodes_within_dp": 1}
+    parallel = {"prefill_context_parallel_size": 1, "enable_dbo": False, "ubatch_size": 0}
+    parallel |= {
+        "world_size": 2,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "nnodes_within_dp": 1,
+    }
     parallel |= {"decode_context_parallel_size": 1, "distributed_executor_backend": "mp"}
     model = SimpleNamespace(
         max_model_len=512,
@@ -245,6 +252,7 @@ def test_engine_upstream_is_vllms_own_path_on_any_version(monkeypatch) -> None:
         ({"metrics_interval": "x"}, {}, "metrics_interval is 'x'"),
         ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2; set it to 1"),
         ({}, {"enable_dbo": True}, "drop --enable-dbo"),
+        ({}, {"ubatch_size": 2}, "and --ubatch-size"),
         ({}, {"cache_dtype": "nvfp4_ds_mla"}, "nvfp4_ds_mla; use fp8_ds_mla"),
         ({}, {"enable_sleep_mode": True}, "drop --enable-sleep-mode"),
         ({}, {"model_type": "deepseek_v4"}, "does not serve DeepSeek V4"),
@@ -338,6 +346,27 @@ def test_native_without_the_entry_point_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"vllm\.general_plugins"):
         build(entry())
     assert build(entry(engine="upstream"))
+
+
+def test_files_in_which_something_is_hooked_are_known_by_their_fingerprints() -> None:
+    root, places = _compat._root(), plugin._places()
+    assert places is not None
+    for owner in places:
+        path = Path(sys.modules[owner.__module__].__file__ or "")
+        assert path.relative_to(root).as_posix() in _compat.FILES
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(runtime, "HiSparseHostPool"), (MultiConnector, "_get_connector_classes_and_configs")],
+)
+def test_a_vllm_without_the_places_for_hooks_starts_without_them(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls the entry point at every start, whatever it is to serve, and catches nothing."""
+    monkeypatch.delattr(owner, name)
+    plugin.activate()
+    assert not plugin.is_active()
 
 
 def test_the_plugin_changes_nothing_for_other_configurations() -> None:

@@ -279,6 +279,24 @@ def test_blocks_of_another_size_than_the_attention_kernels_are_refused(make: Mak
     refused(cpu, "the caches have 32; set --block-size 64")
 
 
+def test_fp8_rows_of_another_format_are_refused(make: Make) -> None:
+    """vLLM's FlashInfer backend keeps plain fp8 rows under the name that FlashMLA's go by."""
+    cpu = make(Model((1, 1), kv_cache_dtype="fp8"), register=False)
+    cpu.bind()
+    refused(cpu, "fp8 rows of 576 bytes.*set --attention-backend FLASHMLA_SPARSE")
+
+
+def test_a_pool_larger_than_the_memory_that_is_free_is_refused_before_it_is_touched(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = make(ONE_EACH, register=False)
+    free = SimpleNamespace(available=1 << 20)
+    monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: free)
+    with pytest.raises(ValueError, match="RAM is available"):
+        cpu.bind()
+    assert not cpu.driver.pinned
+
+
 def test_slot_mappings_that_lie_apart_are_refused(make: Make) -> None:
     cpu = make(ONE_EACH, register=False)
     cpu.tables.slot_mappings = [row.clone() for row in cpu.tables.slot_mappings]

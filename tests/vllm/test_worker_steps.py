@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds
 
 import torch
 from cpu_attention import Attention
-from cpu_plans import Steps, Transfer, plan
+from cpu_plans import LAYOUTS, PAGE, Make, Steps, Transfer, page_of, plan, seed_reader
 from cpu_streams import Streams
 from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
 
@@ -28,12 +29,6 @@ from hotpage.errors import InvariantError, ProtocolError
 
 pytestmark = pytest.mark.vllm
 
-LAYOUTS = ("row_interleaved", "layer_major")
-PAGE = list(range(BLOCK))
-"""Values of a page that a test fills by hand."""
-
-Make = Callable[..., Steps]
-
 
 @pytest.fixture
 def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
@@ -46,12 +41,6 @@ def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
 
     yield build
     release_all()
-
-
-def page_of(steps: Steps, number: int, **blocks: Any) -> Any:
-    """Request whose first page is computed in one step."""
-    chosen = {"host": [3], "resident": [5]} | blocks
-    return steps.batch(steps.part(number, BLOCK, 0, **chosen))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,6 +69,21 @@ def test_draft_rows_are_mirrored_at_the_next_step_to_where_the_target_wrote(
     assert steps.worker.num_repaired_pages == 0
     for mask in steps.worker._mirrors.masks:
         assert mask.counters.tolist() == [BLOCK, 0, 0]
+
+
+@pytest.mark.parametrize("sibling", ["NixlConnector", "MooncakeStoreConnector"])
+def test_a_sibling_that_uses_host_rows_finds_them_behind_the_computing_stream(
+    sibling: str, make: Make
+) -> None:
+    """It waits for an event there, or for the step's output, and then reads by itself."""
+    steps = make(PACKED, host_layout="layer_major")
+    worker = steps.worker
+    worker._options = replace(worker._options, siblings=("OffloadingConnector", sibling))
+    batch = page_of(steps, 1)
+    steps.start(batch=batch)
+    steps.write(batch)
+    worker.finish_forward()
+    assert steps.host_holds(3, batch.parts[0].values)
 
 
 def test_without_a_drafter_the_page_is_asked_about_in_its_own_step(make: Make) -> None:
@@ -271,7 +275,7 @@ def test_tables_land_in_the_state_rows_of_requests_whatever_the_order_of_the_bat
     one, two = list(range(10, 10 + groups)), list(range(20, 20 + groups))
     steps.start(
         plan(groups, residency=[(5, 1, one), (7, 0, one)]),
-        plan(groups, cleared=[7], residency=[(7, 3, one), (7, 3, two)], granted=[5]),
+        plan(groups, cleared=[7], residency=[(7, 3, one), (7, 3, two)], granted=[(5, one)]),
         batch=batch,
     )
     expected = torch.full_like(residency, 33)
@@ -301,7 +305,13 @@ def test_a_retired_number_names_the_request_that_takes_it_over(make: Make) -> No
 
 
 @pytest.mark.parametrize(
-    "change", [{"residency": [(4, 0, [1, 1, 1])]}, {"cleared": [4]}, {"granted": [4]}]
+    "change",
+    [
+        {"residency": [(4, 0, [1, 1, 1])]},
+        {"cleared": [4]},
+        {"granted": [(4, [1] * 3)]},
+        {"returned": [4]},
+    ],
 )
 def test_a_plan_for_a_request_that_is_not_scheduled_is_a_protocol_error(
     change: dict[str, Any], make: Make
@@ -310,108 +320,6 @@ def test_a_plan_for_a_request_that_is_not_scheduled_is_a_protocol_error(
     batch = steps.batch(steps.part(1, 5, 4, host=[3], resident=[5]))
     with pytest.raises(ProtocolError, match="request 4, which is not scheduled"):
         steps.start(plan(steps.groups, **change), batch=batch, started=[(0, "r1"), (4, "r9")])
-
-
-# Hot rows.
-
-
-def reader(steps: Steps, host: list[int], hot: list[int], state_row: int = 1) -> Any:
-    """Decode step of a request whose first page is host-only and whose second is resident."""
-    return steps.batch(
-        steps.part(1, 70, 69, host=host, resident=[0, 6], hot=hot, state_row=state_row)
-    )
-
-
-def seed_reader(steps: Steps, hot: list[int]) -> Any:
-    """The request's rows are where they belong, and its first step is started."""
-    values = [1000 + position for position in range(70)]
-    steps.fill_host(3, values[:BLOCK])
-    steps.fill_gpu(6, values[BLOCK:])
-    batch = reader(steps, [3, 4], hot)
-    steps.start(
-        plan(steps.groups, cleared=[0], residency=[(0, 1, steps.blocks(6))], granted=[0]),
-        batch=batch,
-        started=[(0, "r1")],
-    )
-    return batch
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", [PACKED, MIXED], ids=["packed", "mixed"])
-def test_a_row_missed_once_is_hit_by_every_layer_afterwards(
-    model: Model, layout: str, make: Make
-) -> None:
-    steps = make(model, host_layout=layout)
-    batch = seed_reader(steps, [9])
-    steps.read(batch, [0, 63, 5, 69, 64])
-    assert steps.counters() == [0, 3, 0]
-    steps.start(batch=batch)
-    steps.read(batch, [5, 63, 66])
-    assert steps.counters() == [2, 3, 0]
-
-
-def test_a_hot_region_that_is_granted_starts_without_rows_of_the_one_before(make: Make) -> None:
-    steps = make(ONE_EACH)
-    steps.read(seed_reader(steps, [9]), [0, 1, 2])
-    # Another request takes the state row and reads the same page into another region.
-    steps.fill_gpu(9, [7] * BLOCK)
-    batch = reader(steps, [3, 4], [10])
-    steps.start(plan(steps.groups, granted=[1]), batch=batch, retired=(0,), started=[(1, "r1")])
-    steps.read(batch, [0, 1, 2])
-    assert steps.counters() == [0, 6, 0]
-
-
-def test_hot_rows_of_a_recycled_host_block_are_read_again(make: Make) -> None:
-    steps = make(ONE_EACH)
-    batch = seed_reader(steps, [9])
-    steps.read(batch, [0, 1, 2])
-    batch.parts[0].values[:BLOCK] = [v + 5000 for v in batch.parts[0].values[:BLOCK]]
-    steps.fill_host(3, batch.parts[0].values[:BLOCK])
-    steps.start(plan(steps.groups, recycled=[2, 3]), batch=batch)
-    steps.read(batch, [0, 1, 2])
-    assert steps.counters() == [0, 6, 0]
-
-
-def test_hot_rows_that_a_step_writes_anew_are_freed_before_its_attention(make: Make) -> None:
-    steps = make(ONE_EACH)
-    batch = seed_reader(steps, [9])
-    steps.read(batch, [0, 1, 2])
-    # A rejected draft: its row was brought in, and this step computes the position again.
-    (source,) = steps.cpu.cache_config.host_group_ids
-    steps.cpu.tables.slot_mappings[source, 0] = 3 * BLOCK + 1
-    steps.start(batch=batch)
-    steps.read(batch, [0, 1, 2])
-    assert steps.counters() == [2, 4, 0]
-
-
-def test_a_second_pass_over_the_same_metadata_sees_its_own_lengths(make: Make) -> None:
-    """A drafter's passes write the grown lengths into the metadata that they share."""
-    steps = make(PACKED)
-    batch = seed_reader(steps, [9])
-    metadata = batch.metadata()
-    topk = torch.full_like(steps.cpu.topk[:1], -1)
-    topk[0, :2] = torch.tensor([69, 70], dtype=torch.int32)
-    for length, found in ((70, 1), (71, 2)):
-        metadata.seq_lens.fill_(length)
-        for _, layer in steps.layers:
-            _, counts = layer.attention.impl.index_group.convert_logical_to_physical_topk(
-                0, topk, metadata, block_stride_rows=None, return_valid_counts=True
-            )
-            assert counts.tolist() == [found]
-
-
-def test_rows_that_landed_before_a_block_was_recycled_do_not_count(make: Make) -> None:
-    steps = make(ONE_EACH)
-    batch = page_of(steps, 1)
-    steps.start(batch=batch)
-    steps.write(batch)
-    steps.worker.finish_forward()
-    ask = Transfer(1, 3, steps.blocks(5), TRANSFER_MIRRORED)
-    # More ids than one launch takes, the block among the last.
-    steps.start(plan(steps.groups, transfers=[ask], recycled=[1] * 5000 + [3]))
-    steps.start()
-    assert steps.worker.take_transfer_updates() == ([1], [])
-    assert steps.worker.num_repaired_pages == 1
 
 
 # What vLLM's own code must not do here.

@@ -55,7 +55,7 @@ class Model:
         drafts: draft layers, each an index group by itself.
         indexer_bytes: bytes of a token in one indexer. vLLM packs index groups into a KV cache
             group while they fit all indexers together.
-        kv_cache_dtype: `fp8_ds_mla`, rows of 656 bytes, or `bfloat16`, of 1,152.
+        kv_cache_dtype: `fp8_ds_mla`, rows of 656 bytes, `bfloat16`, of 1,152, or `fp8`, of 576.
         top_k: rows that a decode row selects.
         verification_rows: decode rows of a request at most.
         hot_rows: rows of a request's hot region in one layer.
@@ -78,7 +78,7 @@ class Model:
                 block_size=BLOCK,
                 num_kv_heads=1,
                 head_size=576,
-                dtype=torch.uint8 if fp8 else torch.bfloat16,
+                dtype=torch.bfloat16 if self.kv_cache_dtype == "bfloat16" else torch.uint8,
                 cache_dtype_str=self.kv_cache_dtype,
                 state_content_bytes=656 if fp8 else None,
                 is_index_group_leader=leads,
@@ -341,7 +341,7 @@ def vllm_config(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1,
             decode_context_parallel_size=1, world_size=1, distributed_executor_backend="uni",
-            nnodes_within_dp=1, enable_dbo=False, data_parallel_index=0,
+            nnodes_within_dp=1, enable_dbo=False, ubatch_size=0, data_parallel_index=0,
         ),
         cache_config=SimpleNamespace(
             num_gpu_blocks_override=num_blocks, prefix_cache_retention_interval=None,

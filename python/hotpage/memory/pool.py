@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -164,7 +165,7 @@ class HostPool:
             mapping.close()
         except BufferError:
             # Somebody still holds a view. The last one frees the memory, which is not pinned now.
-            logger.warning("views of the host pool outlive it; its memory is freed with them")
+            logger.info("views of the host pool outlive it; its memory is freed with them")
 
     @property
     def is_open(self) -> bool:
@@ -183,7 +184,8 @@ class HostPool:
         self.close()
 
     def bytes_tensor(self) -> torch.Tensor:
-        """The pool as uint8 `[num_bytes]`, without a copy.
+        """The pool as uint8 `[num_bytes]`, without a copy. The memory lives as long as a tensor of
+        it does.
 
         Raises:
             ConfigError: the pool is closed.
@@ -192,7 +194,10 @@ class HostPool:
 
         if self._buffer is None:
             raise ConfigError("the host pool is closed")
-        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=self.num_bytes)
+        # torch keeps the object and not its export, so that the mapping could be closed under a
+        # tensor; an array of ctypes keeps the export.
+        held = (ctypes.c_uint8 * self.num_bytes).from_buffer(self._buffer)
+        return torch.frombuffer(held, dtype=torch.uint8)
 
     def layer_rows(self, layer: int) -> torch.Tensor:
         """A layer's rows as uint8 `[host blocks][block size][row_bytes]`, without a copy.

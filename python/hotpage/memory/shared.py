@@ -91,7 +91,7 @@ class SharedHostPool(HostPool):
         try:
             shared.close()
         except BufferError:
-            logger.warning("views of the host pool outlive it; its memory is freed with them")
+            logger.info("views of the host pool outlive it; its memory is freed with them")
 
     def close(self) -> None:
         """Unregisters and unmaps; the memory ends with the last rank that maps it."""

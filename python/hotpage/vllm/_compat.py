@@ -16,6 +16,7 @@ from hotpage.errors import UnsupportedVllmError
 
 FILES = (
     "distributed/kv_transfer/kv_connector/v1/hisparse/connector.py",
+    "distributed/kv_transfer/kv_connector/v1/multi_connector.py",
     "model_executor/layers/attention/mla_attention.py",
     "model_executor/layers/attention/sparse_mla_attention.py",
     "models/deepseek_v32/attention.py",
@@ -42,6 +43,7 @@ FINGERPRINTS: dict[str, dict[str, str]] = {
             FILES,
             (
                 "78610e02ebdd622dc8272a98d75c2a75a41d8b19ce1e72ac582bdedd19d11f13",
+                "1ea9f7634c7a32ae55604047a7ecf9922beb8b2dda7cca277b004c448f9bf9eb",
                 "af3300b09fda788591861cff8f59ef2d41b02f17164763647d75f33330406f0d",
                 "c2ca75bfe12b33bb26c3ec3d9fe735cd2ddc68c245d6c76788af2632b9528b77",
                 "35e7c3d648d22d753926624296619ec70470cea3d66f9c761109b70ecaab9db1",

@@ -57,8 +57,10 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
     Raises:
         CapacityError: memory that cannot be had or pinned.
         ConfigError: a size other than the layers'.
+        ValueError: vLLM's own, for more than 95% of the RAM that is free.
     """
     import torch
+    from vllm.v1.hisparse.runtime import check_hisparse_host_memory
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     from hotpage.vllm.caches import index_groups
@@ -90,6 +92,8 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
             f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
             "report this model"
         )
+    # The pool itself asks for the machine's RAM, of which other processes may have a part.
+    check_hisparse_host_memory(size)
     pool = HostPool(layout, device=torch.accelerator.current_device_index())
     native = NativeHostPool(pool, [name for names in groups for name in names])
     host.backing = host.registered = pool.bytes_tensor().view(torch.int8)

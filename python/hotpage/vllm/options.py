@@ -49,8 +49,12 @@ class Options:
         """`auto` made definite: interleaved wherever no sibling looks at host rows."""
         if self.host_layout != "auto":
             return self.host_layout
-        blind = all(name in HOST_BLIND_SIBLINGS for name in self.siblings)
-        return "row_interleaved" if blind else "layer_major"
+        return "layer_major" if self.shares_host_rows else "row_interleaved"
+
+    @property
+    def shares_host_rows(self) -> bool:
+        """True if a sibling reads or writes host rows, by means and at times of its own."""
+        return not HOST_BLIND_SIBLINGS.issuperset(self.siblings)
 
 
 def parse_options(extra: Mapping[str, Any]) -> Options:
@@ -153,8 +157,11 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
             "engine native does not serve prefill_context_parallel_size "
             f"{parallel.prefill_context_parallel_size}; set it to 1"
         )
-    if parallel.enable_dbo:
-        found.append("engine native does not serve dual-batch overlap; drop --enable-dbo")
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        found.append(
+            "engine native does not serve a step in microbatches; "
+            "drop --enable-dbo and --ubatch-size"
+        )
     if config.cache_config.cache_dtype == "nvfp4_ds_mla":
         found.append("engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla")
     model = config.model_config

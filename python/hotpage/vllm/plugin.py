@@ -3,30 +3,55 @@
 
 It changes two things, and only for configurations that name our module: the children of a
 MultiConnector are told which connectors stand beside them, and the native engine's host pool, which
-vLLM makes before any connector exists, is hotpage's.
+vLLM makes before any connector exists, is hotpage's. vLLM starts whatever else it serves only if
+this does not raise, so that a version without the places to hook into gets no hooks.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotpage.vllm.options import MODULE_PATH, SIBLINGS_KEY, native_options
 
+if TYPE_CHECKING:
+    from vllm.v1.hisparse.runtime import HiSparseHostPool
+
+logger = logging.getLogger(__name__)
+
 _MARK = "_hotpage_wrapped"
+_CHILDREN, _POOL = "_get_connector_classes_and_configs", "allocate"
+"""Names of the methods that are hooked."""
 
 
 def activate() -> None:
-    """Installs the hooks; calling it again changes nothing."""
-    _tell_children()
-    _make_host_pool()
+    """Installs the hooks, all or none; calling it again changes nothing."""
+    places = _places()
+    if places is None:
+        logger.debug("this vLLM has no places for hotpage's hooks")
+        return
+    connector, pool = places
+    _tell_children(connector)
+    _make_host_pool(pool)
 
 
-def _make_host_pool() -> None:
-    from vllm.v1.hisparse.runtime import HiSparseHostPool
+def _places() -> tuple[Any, Any] | None:
+    """The classes that are hooked into, None if this vLLM has one of them not, or otherwise."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+        from vllm.v1.hisparse.runtime import HiSparseHostPool
+    except ImportError:
+        return None
+    is_class_method = hasattr(MultiConnector.__dict__.get(_CHILDREN), "__func__")
+    if not is_class_method or not hasattr(HiSparseHostPool, _POOL):
+        return None
+    return MultiConnector, HiSparseHostPool
 
-    original = HiSparseHostPool.allocate
+
+def _make_host_pool(holder: Any) -> None:
+    original = getattr(holder, _POOL)
     if hasattr(original, _MARK):
         return
 
@@ -39,13 +64,11 @@ def _make_host_pool() -> None:
         return original(self, size)
 
     setattr(allocate, _MARK, True)
-    HiSparseHostPool.allocate = allocate  # type: ignore[method-assign]
+    setattr(holder, _POOL, allocate)
 
 
-def _tell_children() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    hook = MultiConnector.__dict__["_get_connector_classes_and_configs"]
+def _tell_children(connector: Any) -> None:
+    hook = connector.__dict__[_CHILDREN]
     if hasattr(hook.__func__, _MARK):
         return
     original = hook.__func__
@@ -67,15 +90,13 @@ def _tell_children() -> None:
         return children
 
     setattr(classes_and_configs, _MARK, True)
-    MultiConnector._get_connector_classes_and_configs = classmethod(classes_and_configs)
+    setattr(connector, _CHILDREN, classmethod(classes_and_configs))
 
 
 def is_active() -> bool:
-    """True once `activate` has run in this process."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    hook = MultiConnector.__dict__["_get_connector_classes_and_configs"]
-    return hasattr(hook.__func__, _MARK)
+    """True once `activate` has installed its hooks in this process."""
+    places = _places()
+    return places is not None and hasattr(getattr(places[1], _POOL), _MARK)
 
 
 def _is_ours(module_path: str | None) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hotpage.kernels.invalidate import Holders
     from hotpage.kernels.layer_table import PoolLayer
     from hotpage.vllm.caches import BoundCaches, BoundGroup
+    from hotpage.vllm.step_tables import HotRegions
 
 
 class RowLengths:
@@ -91,6 +92,7 @@ class GroupResolver:
         group: the layers.
         caches: the tables that all groups share.
         rows: where the group's rows lie, leader first.
+        regions: of the batch's requests.
         lengths: of the batch's rows.
         holders: words that every resolve marks, for the invalidation.
 
@@ -103,6 +105,7 @@ class GroupResolver:
         group: BoundGroup,
         caches: BoundCaches,
         rows: list[PoolLayer],
+        regions: HotRegions,
         lengths: RowLengths,
         holders: Holders,
     ) -> None:
@@ -150,7 +153,7 @@ class GroupResolver:
                 seq_len=lengths.buffer[: self.max_rows],
                 residency=handle.block_table,
                 source_block_table=source[:, : handle.block_table.shape[1]],
-                hot_block_table=runtime.hot_block_table,
+                hot_block_table=regions.of_group(group.leader.kv_group),
             ),
             self.state,
             ResolveOutputs(*self._outputs, self.copies),

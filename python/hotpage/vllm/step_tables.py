@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the device tables that plans change: residency, row maps, what is stale in either pool."""
+"""Owns the device tables that plans change: residency, hot regions, row maps, what is stale in
+either pool.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,54 @@ MAX_IDS = 4096
 _NONE: Int32 = np.empty(0, np.int32)
 
 
+class HotRegions:
+    """GPU blocks of each request's hot region, by state row and by row of the batch.
+
+    They stand in the place of vLLM's block tables of the hot groups, which only grow: those go on
+    naming the first region of a request that gave it back and has another one.
+
+    Args:
+        caches: vLLM's tables.
+    """
+
+    def __init__(self, caches: BoundCaches) -> None:
+        import torch
+
+        blocks = caches.groups[0].leader.handle.runtime.region_stride // caches.block_size
+        self._shape = (caches.num_kv_groups, blocks)
+        shape = (caches.max_requests, *self._shape)
+        self._of_state = torch.zeros(shape, dtype=torch.int32, device=caches.device)
+        self._of_batch = torch.zeros_like(self._of_state)
+
+    def of_group(self, kv_group: int) -> torch.Tensor:
+        """int32 `[max requests][blocks]`: region of each batch request in one hot group, null
+        blocks for none; written anew by each `gather`.
+        """
+        return self._of_batch[:, kv_group]
+
+    def drop(self, state_rows: torch.Tensor) -> None:
+        """These state rows have no region; int64, on the device."""
+        self._of_state.index_fill_(0, state_rows, 0)
+
+    def put(self, state_rows: torch.Tensor, blocks: torch.Tensor) -> None:
+        """These state rows, int64 `[n]`, have the regions `blocks`, int32 `[n][region]`."""
+        self._of_state[state_rows] = blocks.view(-1, *self._shape)
+
+    def gather(self, state_rows: torch.Tensor) -> None:
+        """Writes the regions of the batch, whose requests have these state rows, int32."""
+        import torch
+
+        n = int(state_rows.shape[0])
+        torch.index_select(self._of_state, 0, state_rows, out=self._of_batch[:n])
+
+
 class StepTables:
     """Applies the parts of plans that are no copies, on the current stream, before the forward.
 
     Args:
         caches: vLLM's tables.
         states: of all index groups.
+        regions: that the resolves of these states read.
         holders: marked by every resolve of these states.
         masks: of target and draft layers.
         host_row: int64 `[max tokens]`: host rows that the coming forward writes, vLLM's own table.
@@ -46,6 +90,7 @@ class StepTables:
         self,
         caches: BoundCaches,
         states: Sequence[RowState],
+        regions: HotRegions,
         holders: Holders,
         masks: Sequence[MirrorMask],
         host_row: torch.Tensor,
@@ -54,7 +99,7 @@ class StepTables:
 
         self._residency, self._device = caches.residency, caches.device
         self._num_groups = caches.num_kv_groups
-        self._state_rows = caches.request_state_indices
+        self._state_rows, self._regions = caches.request_state_indices, regions
         self._recycled = torch.full((MAX_IDS,), -1, dtype=torch.int32, device=caches.device)
         self._listed = torch.full(
             (caches.max_requests,), -1, dtype=torch.int32, device=caches.device
@@ -111,34 +156,47 @@ class StepTables:
             ProtocolError: the plan names a request that is not in the batch.
         """
         cleared, granted = plan.residency_cleared, plan.hot_region_request
+        regionless = np.concatenate((cleared, plan.hot_regions_returned))
         request, page = plan.residency_request, plan.residency_page
         kept = _last_of_each(request, page)
         blocks = plan.residency_blocks.reshape(-1, self._num_groups)[kept]
         on_device = upload(
             [
-                _rows(cleared, batch_row),
+                _rows(regionless, batch_row),
                 _rows(granted, batch_row),
                 _rows(request[kept], batch_row),
                 page[kept],
                 np.ascontiguousarray(blocks.T),
+                plan.hot_region_blocks,
             ],
             self._device,
         )
-        to_clear, to_reset, rows, pages, values = on_device
-        if len(cleared):
-            self._residency.index_fill_(1, self._state_rows[to_clear].long(), 0)
+        to_drop, to_reset, rows, pages, values, regions = on_device
+        if len(regionless):
+            dropped = self._state_rows[to_drop].long()
+            self._residency.index_fill_(1, dropped[: len(cleared)], 0)
+            self._regions.drop(dropped)
         if len(kept):
             self._residency[:, self._state_rows[rows].long(), pages.long()] = values
         if len(granted):
-            self._listed[: len(granted)].copy_(self._state_rows[to_reset])
+            reset = self._state_rows[to_reset]
+            self._regions.put(reset.long(), regions)
+            self._listed[: len(granted)].copy_(reset)
             self._reset(len(granted), current_stream(self._device))
             self.num_resets += 1
 
 
 def changes_tables(plan: StepPlan) -> bool:
     """Whether `StepTables.apply` has anything to do."""
-    lists = (plan.residency_request, plan.residency_cleared, plan.hot_region_request)
-    return any(len(one) for one in lists)
+    return any(
+        len(one)
+        for one in (
+            plan.residency_request,
+            plan.residency_cleared,
+            plan.hot_region_request,
+            plan.hot_regions_returned,
+        )
+    )
 
 
 def _rows(requests: Int32, batch_row: Mapping[int, int]) -> Int32:

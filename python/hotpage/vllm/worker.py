@@ -32,7 +32,7 @@ from hotpage.vllm.metadata import (
 )
 from hotpage.vllm.prefill import ChunkStarts, LayerStaging
 from hotpage.vllm.resolver import GroupResolver, RowLengths
-from hotpage.vllm.step_tables import StepTables, changes_tables
+from hotpage.vllm.step_tables import HotRegions, StepTables, changes_tables
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_FP8_DS_MLA_BYTES = 656
 
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
@@ -106,6 +108,7 @@ class NativeConnectorWorker:
         self._handles = [layer.handle for layer in caches.layers]
         drafts = [layer.is_draft for layer in caches.layers]
         self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
+        _check_rows(self.layers[0].gpu, self._all_layers.row_bytes)
         self._mirrors = Mirrors(
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if not draft],
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if draft],
@@ -116,10 +119,16 @@ class NativeConnectorWorker:
         self._restore = PageCopier(RestorePages, self._all_layers)
         self._spill = PageCopier(SpillPages, self._all_layers)
         self._acks = AckQueue(self._mirrors.masks, self._spill, self._mirrors.run_beside)
+        self._regions = HotRegions(caches)
         self._retype(caches, holders)
         self.states = [resolver.state for resolver in self._resolvers]
         self._tables = StepTables(
-            caches, self.states, holders, self._mirrors.masks, caches.slots.host_row
+            caches,
+            self.states,
+            self._regions,
+            holders,
+            self._mirrors.masks,
+            caches.slots.host_row,
         )
         row_bytes = [len(group.layers) * self._all_layers.row_bytes for group in caches.groups]
         self._counters = DeviceCounters(
@@ -140,7 +149,7 @@ class NativeConnectorWorker:
         for group in caches.groups:
             rows: list[PoolLayer] = self.layers[at : at + len(group.layers)]
             at += len(group.layers)
-            resolver = GroupResolver(group, caches, rows, lengths, holders)
+            resolver = GroupResolver(group, caches, rows, self._regions, lengths, holders)
             staging = tuple(
                 LayerStaging(layer, one, caches, chunks, staged, zeros)
                 for layer, one in zip(group.layers, rows, strict=True)
@@ -188,6 +197,8 @@ class NativeConnectorWorker:
         if request_state_indices is not None:
             self._tables.set_batch(request_state_indices)
         self._apply_tables(metadata, request_ids or ())
+        if request_state_indices is not None:
+            self._regions.gather(request_state_indices)
 
     def _apply_tables(self, metadata: HotPageConnectorMetadata, request_ids: Sequence[str]) -> None:
         changed = [plan for plan in metadata.plans if changes_tables(plan)]
@@ -212,7 +223,8 @@ class NativeConnectorWorker:
                 group.leader.handle.prepare_group_for_batch(metadata)
 
     def finish_forward(self) -> None:
-        """Enqueues the mirror of the rows that the forward pass wrote; sampling does not wait.
+        """Enqueues the mirror of the rows that the forward pass wrote; sampling does not wait,
+        unless a sibling uses host rows.
 
         Raises:
             KernelError: a launch failed.
@@ -220,6 +232,11 @@ class NativeConnectorWorker:
         self._mirrors.mirror(self._num_tokens)
         if not self._mirrors.has_drafts:
             self._finish_previous_step()
+        if self._options.shares_host_rows:
+            # Such a sibling takes the computing stream, or the step's output, for the end of the
+            # mirrors: it saves rows behind an event there, sends those of a request that ended, and
+            # fills host blocks that were freed.
+            self._mirrors.join()
 
     def _finish_previous_step(self) -> None:
         """What waits for the drafter's rows, or for the mirror alone where there is no drafter."""
@@ -328,6 +345,15 @@ class NativeConnectorWorker:
             # Views keep the pool's memory.
             handle.runtime.__dict__.pop("_host_cache", None)
         host_pool.release(self._config)
+
+
+def _check_rows(rows: torch.Tensor, row_bytes: int) -> None:
+    """Raises ConfigError for fp8 rows of another format, which go by the same name in vLLM."""
+    if rows.element_size() == 1 and row_bytes != _FP8_DS_MLA_BYTES:
+        raise ConfigError(
+            f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
+            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
+        )
 
 
 def _pages(plan: StepPlan) -> Pages:
