@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -32,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 import hotpage.vllm
 from hotpage.errors import ConfigError, UnsupportedVllmError
-from hotpage.vllm import _compat, connector, options, plugin
+from hotpage.vllm import _compat, connector, host_pool, options, plugin
 from hotpage.vllm.coordinator import NativeCoordinator
 from hotpage.vllm.scheduler import NativeConnectorScheduler
 
@@ -346,6 +347,13 @@ def test_native_without_the_entry_point_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"vllm\.general_plugins"):
         build(entry())
     assert build(entry(engine="upstream"))
+
+
+def test_what_hotpage_says_is_heard_where_vllm_is(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM gives its own loggers a handler and a level, and nobody else's."""
+    with caplog.at_level(logging.INFO, "vllm"):
+        host_pool.logger.info("of the pool")
+    assert "of the pool" in caplog.text
 
 
 def test_files_in_which_something_is_hooked_are_known_by_their_fingerprints() -> None:

@@ -3,8 +3,10 @@
 
 It changes two things, and only for configurations that name our module: the children of a
 MultiConnector are told which connectors stand beside them, and the native engine's host pool, which
-vLLM makes before any connector exists, is hotpage's. vLLM starts whatever else it serves only if
-this does not raise, so that a version without the places to hook into gets no hooks.
+vLLM makes before any connector exists, is hotpage's. Beside that, hotpage logs where vLLM does.
+
+vLLM starts, whatever it is to serve, only if this does not raise: a version without the places to
+hook into gets no hooks.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ def activate() -> None:
         logger.debug("this vLLM has no places for hotpage's hooks")
         return
     connector, pool = places
+    # vLLM configures its own loggers alone: below them, hotpage's are heard where vLLM's are.
+    logging.getLogger("hotpage").parent = logging.getLogger("vllm")
     _tell_children(connector)
     _make_host_pool(pool)
 
