@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from cpu_attention import Batch, Part, gather
-from worker_on_cpu import BLOCK, CpuWorker, row_bytes
+from worker_on_cpu import BLOCK, ONE_EACH, CpuWorker, Model, release_all, row_bytes
 
 from hotpage._core import TRANSFER_SPILL
 from hotpage.vllm.metadata import HotPageConnectorMetadata
@@ -255,3 +258,18 @@ def seed_reader(steps: Steps, hot: list[int]) -> Any:
         started=[(0, "r1")],
     )
     return batch
+
+
+@contextmanager
+def workers(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes workers over pools that hold nothing; copies beside the computing stream run when
+    somebody waits.
+    """
+
+    def build(model: Model = ONE_EACH, **sizes: Any) -> Steps:
+        cpu = CpuWorker(model, kernels, monkeypatch, **sizes)
+        cpu.gpu_pool.fill_(0xA5)
+        return Steps(cpu)
+
+    yield build
+    release_all()

@@ -16,14 +16,14 @@ from cpu_plans import (
     LAYOUTS,
     PAGE,
     Make,
-    Steps,
     Transfer,
     page_of,
     plan,
     reader,
     seed_reader,
+    workers,
 )
-from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
+from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, Model
 
 from hotpage._core import TRANSFER_MIRRORED
 
@@ -32,15 +32,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Workers over zeroed pools; copies beside the computing stream run when somebody waits."""
-
-    def build(model: Model = ONE_EACH, **sizes: Any) -> Steps:
-        cpu = CpuWorker(model, kernels, monkeypatch, **sizes)
-        cpu.gpu_pool.fill_(0xA5)
-        return Steps(cpu)
-
-    yield build
-    release_all()
+    with workers(kernels, monkeypatch) as build:
+        yield build
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
