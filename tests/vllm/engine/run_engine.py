@@ -121,7 +121,12 @@ class Check:
     ) -> Iterator[Engine | None]:
         engine = None
         with self._report.check(f"start {label}") as facts:
-            spec = EngineSpec(self._model, name or self._arguments.engine, blocks)
+            spec = EngineSpec(
+                self._model,
+                name or self._arguments.engine,
+                blocks,
+                options=self._arguments.options,
+            )
             engine = Engine(spec)
             facts["seconds"] = round(engine.seconds_to_start, 1)
             facts["blocks"] = blocks
@@ -320,6 +325,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="layers of the model")
     parser.add_argument("--gpu-blocks", type=int, help="GPU blocks of the small pool")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        help="JSON: more of kv_connector_extra_config, {\"hot_return_steps\": 4} say",
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument(
         "--kept", type=Path, help="file that takes the ample run, or gives it if it is not run"
