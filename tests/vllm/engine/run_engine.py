@@ -329,7 +329,7 @@ def main() -> int:
         "--options",
         type=json.loads,
         default={},
-        help="JSON: more of kv_connector_extra_config, {\"hot_return_steps\": 4} say",
+        help='JSON: more of kv_connector_extra_config, {"hot_return_steps": 4} say',
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument(
