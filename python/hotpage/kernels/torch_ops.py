@@ -7,9 +7,9 @@ once, with `ResolveAndCopy` and `ReplayCopy`. Importing this module imports torc
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from hotpage.kernels._torch_library import register, stream_of
 from hotpage.kernels.replay_copy import CopyList, LayerRows, ReplayCopy
 from hotpage.kernels.resolve_and_copy import (
     ResolveAndCopy,
@@ -33,10 +33,6 @@ _REPLAY_SCHEMA = (
     "(Tensor copy_host_row, Tensor copy_hot_row, Tensor copy_count, Tensor[] host_layers, "
     "Tensor(a!)[] gpu_layers, int block_stride_rows, int max_copy_blocks) -> ()"
 )
-
-
-def _stream_of(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def _resolve_and_copy(
@@ -89,7 +85,7 @@ def _resolve_and_copy(
         layers,
         max_copy_blocks=max_copy_blocks,
     )
-    bound(_stream_of(logical_topk))
+    bound(stream_of(logical_topk))
 
 
 def _replay_copy(
@@ -103,18 +99,11 @@ def _replay_copy(
 ) -> None:
     copies = CopyList(copy_host_row, copy_hot_row, copy_count)
     layers = LayerRows(host_layers, gpu_layers, block_stride_rows)
-    ReplayCopy(copies, layers, max_copy_blocks=max_copy_blocks)(_stream_of(copy_count))
+    ReplayCopy(copies, layers, max_copy_blocks=max_copy_blocks)(stream_of(copy_count))
 
 
-def _nothing(*_args: object) -> None:
-    """Both ops only write tensors that they are given: the fake has nothing to make."""
-
-
-# The layers lie on the CPU and on the GPU, so dispatch must not depend on a device key.
 for _name, _schema, _call in (
     ("resolve_and_copy", _RESOLVE_SCHEMA, _resolve_and_copy),
     ("replay_copy", _REPLAY_SCHEMA, _replay_copy),
 ):
-    torch.library.define(f"hotpage::{_name}", _schema)
-    torch.library.impl(f"hotpage::{_name}", "CompositeExplicitAutograd", _call)
-    torch.library.register_fake(f"hotpage::{_name}", _nothing)
+    register(_name, _schema, _call)

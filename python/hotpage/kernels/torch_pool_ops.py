@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hotpage.errors import ConfigError
+from hotpage.kernels._torch_library import register, stream_of
 from hotpage.kernels.copy_pages import RestorePages, SpillPages
 from hotpage.kernels.invalidate import Invalidate
 from hotpage.kernels.mirror_rows import MirrorRows, ReportMirrored
@@ -76,10 +76,6 @@ def _check_layers(
     _check_addresses("host_layers", host_layers, (layer.host.data_ptr() for layer in layers))
 
 
-def _stream_of(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-
-
 def _mirror_rows(
     bound: int,
     resident_slot: Tensor,
@@ -94,7 +90,7 @@ def _mirror_rows(
     _check(op, {"resident_slot": resident_slot, "host_row": host_row, "mask": mask,
                 "counters": counters})  # fmt: skip
     _check_layers(op, gpu_layers, host_layers)
-    op(num_tokens, _stream_of(mask))
+    op(num_tokens, stream_of(mask))
 
 
 def _report_mirrored(
@@ -108,7 +104,7 @@ def _report_mirrored(
     op = _find(bound, ReportMirrored)
     _check(op, {"host_block": host_block, "mask": mask, "missing_rows": missing_rows,
                 "counters": counters})  # fmt: skip
-    op(num_blocks, _stream_of(mask))
+    op(num_blocks, stream_of(mask))
 
 
 def _copy_pages(kind: type[SpillPages] | type[RestorePages]) -> Callable[..., None]:
@@ -126,7 +122,7 @@ def _copy_pages(kind: type[SpillPages] | type[RestorePages]) -> Callable[..., No
         _check(op, {"host_block": host_block, "resident_blocks": resident_blocks,
                     "num_rows": num_rows, "counters": counters})  # fmt: skip
         _check_layers(op, gpu_layers, host_layers)
-        op(num_pages, _stream_of(counters))
+        op(num_pages, stream_of(counters))
 
     return call
 
@@ -153,7 +149,7 @@ def _stage_prefill(
     _check_addresses("gpu_layers", gpu_layers, op.params.gpu_layer[:n])
     _check_addresses("host_layers", host_layers, op.params.host_layer[:n])
     _check_addresses("workspace", workspace, op.params.workspace[:n])
-    op(num_requests, num_rows, _stream_of(counters))
+    op(num_requests, num_rows, stream_of(counters))
 
 
 def _invalidate(
@@ -176,17 +172,12 @@ def _invalidate(
         "holders", [] if holders is None else [holders], [a for a in [op.params.holders] if a]
     )
     _check_addresses("masks", masks, [a for a in op.params.mask if a])
-    op(num_recycled, num_rewritten, _stream_of(freed))
-
-
-def _nothing(*_args: object) -> None:
-    """The ops only write tensors that they are given: the fake has nothing to make."""
+    op(num_recycled, num_rewritten, stream_of(freed))
 
 
 _PAGES = "(int bound, Tensor host_block, Tensor resident_blocks, Tensor num_rows, "
 
-# Schemas are spelled because torch reads annotations as objects. Layers lie on the CPU and on the
-# GPU, so dispatch must not depend on a device key.
+# Schemas are spelled because torch reads annotations as objects.
 for _name, _schema, _call in (
     (
         "mirror_rows",
@@ -227,6 +218,4 @@ for _name, _schema, _call in (
         _invalidate,
     ),
 ):
-    torch.library.define(f"hotpage::{_name}", _schema)
-    torch.library.impl(f"hotpage::{_name}", "CompositeExplicitAutograd", _call)
-    torch.library.register_fake(f"hotpage::{_name}", _nothing)
+    register(_name, _schema, _call)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hotpage.errors import ConfigError
 from hotpage.memory import HostPool, PoolLayout
 from hotpage.vllm.options import native_options
+from hotpage.vllm.row_views import flat_rows, rows_as
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,7 @@ def rebind(
     """
     for layer in caches.layers:
         old = kv_caches[layer.name]
-        view = typed_rows(rows[layer.name], old.dtype)
+        view = rows_as(rows[layer.name], old.dtype)
         # vLLM's view has a dimension of one head behind the blocks.
         shown = view.unsqueeze(1) if old.dim() == 4 else view
         if tuple(shown.shape) != tuple(old.shape):
@@ -155,22 +156,4 @@ def rebind(
             )
         kv_caches[layer.name] = shown
         layer.attention.bind_kv_cache(shown)
-        num_rows = view.shape[0] * view.shape[1]
-        layer.handle.runtime._host_cache = view.as_strided(
-            (num_rows, view.shape[2]), (view.stride(1), 1), view.storage_offset()
-        )
-
-
-def typed_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 `[blocks][block size][row_bytes]` with gaps between rows, as rows of `dtype`."""
-    import torch
-
-    if dtype.itemsize == 1:
-        return rows.view(dtype)
-    size = dtype.itemsize
-    flat = torch.empty(0, dtype=dtype).set_(rows.untyped_storage())
-    return flat.as_strided(
-        (*rows.shape[:2], rows.shape[2] // size),
-        (rows.stride(0) // size, rows.stride(1) // size, 1),
-        rows.storage_offset() // size,
-    )
+        layer.handle.runtime._host_cache = flat_rows(view)

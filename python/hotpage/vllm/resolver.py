@@ -19,6 +19,7 @@ from hotpage.kernels.resolve_and_copy import (
     RowState,
 )
 from hotpage.runtime.streams import current_stream
+from hotpage.vllm.row_views import flat_rows, rows_as
 
 if TYPE_CHECKING:
     import torch
@@ -197,28 +198,10 @@ class GroupResolver:
 
 def _layer_rows(rows: list[PoolLayer], block_stride_rows: int) -> LayerRows:
     """The group's rows as bytes."""
-    return LayerRows(
-        host=[_bytes(layer.host.as_strided(*_flat(layer.host))) for layer in rows],
-        gpu=[_bytes(layer.gpu) for layer in rows],
-        block_stride_rows=block_stride_rows,
-    )
-
-
-def _flat(blocks: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int], int]:
-    size = (blocks.shape[0] * blocks.shape[1], blocks.shape[2])
-    return size, (blocks.stride(1), 1), int(blocks.storage_offset())
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Any tensor of rows as uint8, the last dimension widened."""
     import torch
 
-    if rows.element_size() == 1:
-        return rows.view(torch.uint8)
-    size = rows.element_size()
-    raw = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
-    return raw.as_strided(
-        (*rows.shape[:-1], rows.shape[-1] * size),
-        (*(stride * size for stride in rows.stride()[:-1]), 1),
-        rows.storage_offset() * size,
+    return LayerRows(
+        host=[rows_as(flat_rows(layer.host), torch.uint8) for layer in rows],
+        gpu=[rows_as(layer.gpu, torch.uint8) for layer in rows],
+        block_stride_rows=block_stride_rows,
     )
