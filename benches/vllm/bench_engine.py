@@ -72,6 +72,8 @@ def measure(engine: Engine, requests: int, context: int, steps: int) -> dict[str
     most = max(count for count, _, _ in timed)
     chosen = [line for line in timed if line[0] == most][WARM_UP:]
     times = sorted(taken for _, taken, _ in chosen)
+    if not times:
+        raise SystemExit("answers end before all prompts are read: use more --steps")
     return {
         "steps": len(times),
         "step_ms": round(statistics.median(times), 2),
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="glm-5.2")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--context", type=int, default=16_000, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--steps", type=int, default=192, help="tokens of each answer")
     parser.add_argument("--small", type=int, default=3600, help="GPU blocks of the small pool")
     parser.add_argument("--host-pool-gib", type=float, default=4.0)
     arguments = parser.parse_args()
