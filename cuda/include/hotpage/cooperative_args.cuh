@@ -11,12 +11,14 @@ namespace hotpage {
 
 constexpr int kCooperativeThreads = 512;
 constexpr int kCooperativeWarps = kCooperativeThreads / kWarpSize;
-// Has no request to look at in all but the largest batches.
-constexpr int kClaimingWarp = kCooperativeWarps - 1;
-// Warps that read their first rows while the ranks meet, unless they look at requests.
-constexpr int kFirstEarlyWarp = 4;
-constexpr int kEndOfEarlyWarps = 12;
+// Warps that meet the other ranks come first; those that read meanwhile follow.
+constexpr int kMeetingWarps = 8;
+constexpr int kMeetingThreads = kMeetingWarps * kWarpSize;
+constexpr int kEarlyWarps = 4;
+// Has no request to look at in all but large batches.
+constexpr int kClaimingWarp = kMeetingWarps - 1;
 static_assert(kMaxRequests == 2 * kCooperativeThreads, "a thread takes two requests");
+static_assert(kMeetingWarps + kEarlyWarps <= kCooperativeWarps, "a warp does one or the other");
 static_assert(kMaxRanks * kRowsPerChunk <= kWarpSize, "a lane holds one rank's target of a row");
 
 struct CooperativeArgs {
@@ -34,8 +36,9 @@ inline CooperativeArgs plan_cooperative(const hotpage_cooperative_copy_params &p
 }
 
 struct CooperativeShared {
-  uint64_t entry_sum[kCooperativeWarps][2];  // each warp's part of a request's sums, host and hot
-  uint64_t list_sum[kCooperativeWarps];      // each warp's part of the list's digest
+  uint64_t entry_sum[kMeetingWarps][2];  // each warp's part of a request's sums, host and hot
+  uint64_t list_sum[kMeetingWarps];      // each warp's part of the list's digest
+  uint32_t num_summed[kMeetingWarps];    // [own request]: warps that have put their part
   uint32_t first_of_request[kMaxRequests];
   uint32_t agreed[kMaxRequests / 32];    // bit r % 32 of word r / 32: all ranks list the same rows
   uint32_t same_hot[kMaxRequests / 32];  // and keep them in the same hot rows
