@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t done_word(uint32_t epoch, bool ok) {
 }
 
 // A bounded wait, asked after every poll that found nothing. Over when the time is, or when another
-// rank said that it gave up. Looks seldom, since a look delays the next poll; the time runs from the
-// first look on.
+// rank said that it gave up. Looks seldom, since a look delays the next poll; the time runs from
+// the first look on.
 struct Patience {
   const uint32_t *abort;
   uint64_t limit_ns;

@@ -37,7 +37,7 @@ class CooperativeBlock {
     const uint32_t failed = load_relaxed(&own()->failed);
     // Nothing of these waits for the two loads.
     const Share share = {Part::kOwn, rank_, num_ranks_};
-    const OwnEntries entries = read_own_entries();
+    const OwnEntries entries = read_first_own();
     clear_shared();
     const uint32_t num_rows = sum_share(share, false);
     // A block of this launch that failed does not keep the others from telling their peers.
@@ -286,47 +286,27 @@ class CooperativeBlock {
     return warp_id() >= kMeetingWarps && warp_id() < kMeetingWarps + kEarlyWarps;
   }
 
-  // Requests that this block looks after: those whose number is its own modulo the blocks.
-  __device__ __forceinline__ uint32_t num_own_requests() const {
-    const uint32_t all = num_requests();
-    return all > blockIdx.x ? (all - blockIdx.x - 1) / gridDim.x + 1 : 0;
+  __device__ __forceinline__ OwnRequests own_requests() const {
+    return {num_requests(), blockIdx.x, gridDim.x};
   }
-  __device__ __forceinline__ uint32_t own_request(uint32_t number) const {
-    return blockIdx.x + number * gridDim.x;
+  __device__ __forceinline__ const int32_t *hot_rows_of(uint32_t request) const {
+    return reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
+           int64_t{request} * p_.copy.copy_list_stride;
   }
-  // So many of the warps that meet share a request that all requests are under way at once, where
-  // they can be.
-  __device__ __forceinline__ uint32_t warps_per_request() const {
-    static_assert(kMeetingWarps == 8, "powers of two up to the warps");
-    const uint32_t n = num_own_requests();
-    return n > 4 ? 1 : n > 2 ? 2 : n > 1 ? 4 : 8;
-  }
-
-  // A lane's part of one of the block's own requests.
-  struct OwnPart {
-    const int32_t *host_rows, *hot_rows;
-    uint32_t first, step;
-  };
-  __device__ __forceinline__ OwnPart own_part(uint32_t request) const {
-    const uint32_t num_parts = warps_per_request();
-    const int32_t *hot_rows = reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
-                              int64_t{request} * p_.copy.copy_list_stride;
-    return {host_rows_of(request), hot_rows, warp_id() % num_parts * kWarpSize + lane_id(),
-            num_parts * kWarpSize};
-  }
-  __device__ __forceinline__ OwnEntries read_own_part(const OwnPart &part) const {
+  // What the lane reads first of its part of a request's list. All reads are under way when this
+  // returns.
+  __device__ __forceinline__ OwnEntries read_own(const OwnRequests &mine, uint32_t request) const {
     const uint32_t length = static_cast<uint32_t>(p_.copy.copy_list_stride);
     OwnEntries entries;
-    entries.host.read(part.host_rows, length, part.first, part.step);
-    entries.hot.read(part.hot_rows, length, part.first, part.step);
+    entries.host.read(host_rows_of(request), length, mine.first_entry(), mine.step());
+    entries.hot.read(hot_rows_of(request), length, mine.first_entry(), mine.step());
     return entries;
   }
-  // The first of the warp's part of its first request, if it has one. All reads are under way when
-  // this returns.
-  __device__ __forceinline__ OwnEntries read_own_entries() const {
-    const uint32_t number = warp_id() / warps_per_request();
-    if (!meets() || number >= num_own_requests()) return {};
-    return read_own_part(own_part(own_request(number)));
+  // That of the warp's first request, if it has one.
+  __device__ __forceinline__ OwnEntries read_first_own() const {
+    const OwnRequests mine = own_requests();
+    if (!meets() || mine.first() >= mine.num) return {};
+    return read_own(mine, mine.request(mine.first()));
   }
 
   // Tells the other ranks that this one is ready, and what the block's own requests list.
@@ -337,18 +317,16 @@ class CooperativeBlock {
     if (blockIdx.x == 0 && warp_id() == kClaimingWarp && stands_for_rank()) {
       store_relaxed(&channel(lane_id())->gate[rank_], gate_word(epoch, kReady));
     }
-    const uint32_t num_parts = warps_per_request();
-    const uint32_t first = warp_id() / num_parts;
-    for (uint32_t number = first; number < num_own_requests(); number += kMeetingWarps / num_parts) {
-      const uint32_t request = own_request(number);
-      const OwnPart part = own_part(request);
-      if (number != first) entries = read_own_part(part);
+    const OwnRequests mine = own_requests();
+    const uint32_t first = mine.first_entry(), step = mine.step();
+    for (uint32_t number = mine.first(); number < mine.num; number += mine.num_at_once()) {
+      const uint32_t request = mine.request(number);
+      if (number != mine.first()) entries = read_own(mine, request);
       const uint32_t count = count_of(request);
-      uint64_t host =
-          warp_sum(sum_entries(part.host_rows, entries.host, count, part.first, part.step));
-      uint64_t hot =
-          warp_sum(sum_entries(part.hot_rows, entries.hot, count, part.first, part.step));
-      if (num_parts > 1 && !add_parts(number, num_parts, &host, &hot)) continue;
+      const int32_t *host_rows = host_rows_of(request), *hot_rows = hot_rows_of(request);
+      uint64_t host = warp_sum(sum_entries(host_rows, entries.host, count, first, step));
+      uint64_t hot = warp_sum(sum_entries(hot_rows, entries.hot, count, first, step));
+      if (mine.num_parts > 1 && !add_parts(number, mine.num_parts, &host, &hot)) continue;
       publish_request(request, count, host, hot, epoch);
     }
   }
