@@ -59,6 +59,8 @@ class Ranks:
         self.channels = [ChannelWords() for _ in range(sizes.ranks)]
         self.holders = [np.zeros((sizes.host_rows, 1), np.uint32) for _ in range(sizes.ranks)]
         self.state_row = np.arange(sizes.requests, dtype=np.int32)[::-1].copy()
+        self.held = np.zeros(sizes.ranks, np.uint32)
+        """[rank]: not 0 while the first block of the rank does not start."""
 
     def params(
         self, cases: Sequence[RankCase], rank: int, time_limit_ns: int
@@ -110,7 +112,8 @@ class Ranks:
             *(None if r in dead else ctypes.addressof(params[r]) for r in range(n))
         )
         delays = (ctypes.c_int32 * n)(*(1000 * ms for ms in delay_ms or [0] * n))
-        status = self.kernels.emulate_cooperative(addresses, delays, n, self.num_blocks, seed)
+        held = ctypes.c_void_p(self.held.ctypes.data)
+        status = self.kernels.emulate_cooperative(addresses, delays, held, n, self.num_blocks, seed)
         assert status == 0, "threads wait for each other for ever"
 
 
@@ -237,11 +240,14 @@ def test_a_rank_that_is_late_but_within_the_limit_is_waited_for(kernels: ctypes.
 class PlayedPeer:
     """Rank 1 as played by the test, word by word, beside one launch of rank 0."""
 
-    def __init__(self, kernels: ctypes.CDLL, time_limit_ns: int = PATIENT_NS) -> None:
+    def __init__(
+        self, kernels: ctypes.CDLL, time_limit_ns: int = PATIENT_NS, *, is_held: bool = False
+    ) -> None:
         self.sizes = Sizes()
         self.cases = make_ranks(self.sizes, np.random.default_rng(11))
         self.before = [case.gpu.copy() for case in self.cases]
         self.ranks = Ranks(kernels, self.sizes)
+        self.ranks.held[0] = is_held
         self.mine, self.theirs = self.ranks.channels[1], self.ranks.channels[0]
         self.thread = threading.Thread(
             target=lambda: self.ranks.run(self.cases, dead=[1], time_limit_ns=time_limit_ns)
@@ -339,6 +345,35 @@ def test_a_rank_that_fails_while_it_writes_leaves_the_other_with_its_own_rows(
     assert peer.theirs.count(_abi.CHANNEL_FAILED_LAUNCHES) == 1
     assert peer.theirs.count(_abi.CHANNEL_LOST_RANKS) == (1 if ends == "is lost" else 0)
     assert peer.mine.abort[0] == 1, "rank 1 is told that rank 0 gave up"
+
+
+def test_a_block_that_gives_up_before_its_rank_was_ready_waits_for_those_who_write_nevertheless(
+    kernels: ctypes.CDLL,
+) -> None:
+    peer = PlayedPeer(kernels, is_held=True)
+    peer.theirs.abort[0] = 1
+    peer.wait_for("the second block's end", lambda: peer.mine.done[0, 1] == (1 << 1 | 1))
+    peer.wait_for("its abort", lambda: peer.mine.abort[0] == 1)
+    time.sleep(0.2)
+    # The first block starts late and does not look at the abort word before rank 1 has come.
+    peer.theirs.abort[0] = 0
+    peer.ranks.held[0] = 0
+    peer.wait_for("rank 0's gate", lambda: peer.mine.gate[0] == 1 << 2 | READY)
+    peer.mine.gate[0] = 1 << 2 | CLAIMED
+    peer.say_ready()
+    peer.wait_for("the first block's end", lambda: peer.mine.done[0, 0] == 1 << 1)
+    peer.write_rows()
+    peer.theirs.done[1, 0] = 1 << 1
+    time.sleep(0.2)
+    assert peer.thread.is_alive(), "rank 0 ended while a block of rank 1 may write to it"
+    peer.theirs.done[1, 1] = 1 << 1
+    peer.end()
+    np.testing.assert_array_equal(
+        peer.cases[0].gpu, expected_gpu(peer.sizes, peer.cases, 0, alone=True)
+    )
+    assert peer.theirs.count(_abi.CHANNEL_SHARED_LAUNCHES) == 1
+    assert peer.theirs.count(_abi.CHANNEL_FAILED_LAUNCHES) == 1
+    assert peer.theirs.count(_abi.CHANNEL_LOST_RANKS) == 0
 
 
 def test_epochs_go_on_after_the_last_one(kernels: ctypes.CDLL) -> None:

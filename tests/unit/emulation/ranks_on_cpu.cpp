@@ -23,10 +23,11 @@ void cooperative_body(void *argument) {
 }  // namespace
 
 // Runs one launch of each rank whose params are given; the others are as dead. delay_us: of each
-// rank's start. Returns 0, or -2 if a block's threads wait for each other for ever.
+// rank's start. held: a rank's first block does not start while the rank's word is not 0. Returns 0,
+// or -2 if a block's threads wait for each other for ever.
 extern "C" int emulate_cooperative(const hotpage_cooperative_copy_params *const *params,
-                                   const int32_t *delay_us, unsigned num_ranks, unsigned num_blocks,
-                                   unsigned seed) {
+                                   const int32_t *delay_us, const uint32_t *held,
+                                   unsigned num_ranks, unsigned num_blocks, unsigned seed) {
   struct Start {
     const CooperativeArgs *args;
     unsigned rank, block;
@@ -46,6 +47,9 @@ extern "C" int emulate_cooperative(const hotpage_cooperative_copy_params *const 
   for (const Start &start : starts) {
     threads.emplace_back([&, start] {
       std::this_thread::sleep_for(std::chrono::microseconds(delay_us[start.rank]));
+      while (start.block == 0 && load_acquire(held + start.rank) != 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
       void *argument = const_cast<CooperativeArgs *>(start.args);
       if (!cpu::run_block(kCooperativeThreads, start.block, num_blocks, seed + start.block,
                           cooperative_body, argument)) {
