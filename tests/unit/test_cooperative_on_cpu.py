@@ -108,12 +108,34 @@ class Ranks:
         n = self.sizes.ranks
         limits = [time_limit_ns] * n if isinstance(time_limit_ns, int) else list(time_limit_ns)
         params = [self.params(cases, rank, limits[rank]) for rank in range(n)]
-        addresses = (ctypes.c_void_p * n)(
-            *(None if r in dead else ctypes.addressof(params[r]) for r in range(n))
+        delays = np.repeat(delay_ms if delay_ms is not None else [0] * n, self.num_blocks)
+        self._launch([None if r in dead else params[r] for r in range(n)], delays, seed)
+
+    def run_launches(
+        self, steps: Sequence[Sequence[RankCase]], delay_ms: np.ndarray, seed: int
+    ) -> None:
+        """A launch of each rank for every step; delays are blocks', `[step][rank][block]`."""
+        n = range(self.sizes.ranks)
+        params = [self.params(cases, rank, PATIENT_NS) for cases in steps for rank in n]
+        self._launch(params, delay_ms.reshape(-1), seed)
+
+    def _launch(
+        self, params: Sequence[_abi.CooperativeCopyParams | None], delay_ms: np.ndarray, seed: int
+    ) -> None:
+        addresses = (ctypes.c_void_p * len(params))(
+            *(None if one is None else ctypes.addressof(one) for one in params)
         )
-        delays = (ctypes.c_int32 * n)(*(1000 * ms for ms in delay_ms or [0] * n))
-        held = ctypes.c_void_p(self.held.ctypes.data)
-        status = self.kernels.emulate_cooperative(addresses, delays, held, n, self.num_blocks, seed)
+        delay_us = (1000 * delay_ms).astype(np.int32)
+        n = self.sizes.ranks
+        status = self.kernels.emulate_cooperative(
+            addresses,
+            ctypes.c_void_p(delay_us.ctypes.data),
+            ctypes.c_void_p(self.held.ctypes.data),
+            len(params) // n,
+            n,
+            self.num_blocks,
+            seed,
+        )
         assert status == 0, "threads wait for each other for ever"
 
 
@@ -235,6 +257,27 @@ def test_a_rank_that_is_late_but_within_the_limit_is_waited_for(kernels: ctypes.
         for case, gpu, channel in zip(cases, expected, ranks.channels, strict=True):
             np.testing.assert_array_equal(case.gpu, gpu)
             assert channel.count(_abi.CHANNEL_SHARED_LAUNCHES) == 1
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_rank_at_its_next_launch_leaves_alone_what_another_still_reads_in_this_one(
+    num_requests: int, kernels: ctypes.CDLL
+) -> None:
+    sizes = Sizes(ranks=3, requests=num_requests, layers=1, length=9)
+    rng = np.random.default_rng(num_requests)
+    ranks = Ranks(kernels, sizes)
+    steps = [make_ranks(sizes, rng, different=(0,) if step % 3 == 2 else ()) for step in range(12)]
+    expected = [[expected_gpu(sizes, cases, rank) for rank in range(3)] for cases in steps]
+    # Blocks are late by turns. One request is the first block's, so nobody waits for what another
+    # block says before it ends.
+    ranks.run_launches(steps, rng.choice([0, 0, 20], (12, 3, ranks.num_blocks)), seed=1)
+    for step, cases in enumerate(steps):
+        for rank, case in enumerate(cases):
+            what = f"rank {rank}, step {step}"
+            np.testing.assert_array_equal(case.gpu, expected[step][rank], what)
+    for channel in ranks.channels:
+        assert channel.count(_abi.CHANNEL_SHARED_LAUNCHES) == 12
+        assert channel.count(_abi.CHANNEL_FAILED_LAUNCHES) == 0
 
 
 class PlayedPeer:
