@@ -359,6 +359,15 @@ def test_digests_equal_the_reference_and_an_altered_rank_is_reported(
     assert digests[0][2:].tolist() == [0, 0]
 
 
+def test_a_channel_is_zero_before_another_rank_can_learn_of_it() -> None:
+    torch.cuda._sleep(200_000_000)
+    slept = torch.cuda.Event()
+    slept.record()
+    channel = Channel(DEVICE)
+    assert slept.query(), "zeros that are still enqueued would erase another rank's words"
+    assert channel.counts().shared_launches == 0
+
+
 def test_what_a_cooperative_copy_refuses() -> None:
     sizes = Sizes()
     ranks = make_device_ranks(sizes)

@@ -59,6 +59,8 @@ class Ranks:
         self.channels = [ChannelWords() for _ in range(sizes.ranks)]
         self.holders = [np.zeros((sizes.host_rows, 1), np.uint32) for _ in range(sizes.ranks)]
         self.state_row = np.arange(sizes.requests, dtype=np.int32)[::-1].copy()
+        self.held = np.zeros(sizes.ranks, np.uint32)
+        """[rank]: not 0 while the first block of the rank does not start."""
 
     def params(
         self, cases: Sequence[RankCase], rank: int, time_limit_ns: int
@@ -106,11 +108,34 @@ class Ranks:
         n = self.sizes.ranks
         limits = [time_limit_ns] * n if isinstance(time_limit_ns, int) else list(time_limit_ns)
         params = [self.params(cases, rank, limits[rank]) for rank in range(n)]
-        addresses = (ctypes.c_void_p * n)(
-            *(None if r in dead else ctypes.addressof(params[r]) for r in range(n))
+        delays = np.repeat(delay_ms if delay_ms is not None else [0] * n, self.num_blocks)
+        self._launch([None if r in dead else params[r] for r in range(n)], delays, seed)
+
+    def run_launches(
+        self, steps: Sequence[Sequence[RankCase]], delay_ms: np.ndarray, seed: int
+    ) -> None:
+        """A launch of each rank for every step; delays are blocks', `[step][rank][block]`."""
+        n = range(self.sizes.ranks)
+        params = [self.params(cases, rank, PATIENT_NS) for cases in steps for rank in n]
+        self._launch(params, delay_ms.reshape(-1), seed)
+
+    def _launch(
+        self, params: Sequence[_abi.CooperativeCopyParams | None], delay_ms: np.ndarray, seed: int
+    ) -> None:
+        addresses = (ctypes.c_void_p * len(params))(
+            *(None if one is None else ctypes.addressof(one) for one in params)
         )
-        delays = (ctypes.c_int32 * n)(*(1000 * ms for ms in delay_ms or [0] * n))
-        status = self.kernels.emulate_cooperative(addresses, delays, n, self.num_blocks, seed)
+        delay_us = (1000 * delay_ms).astype(np.int32)
+        n = self.sizes.ranks
+        status = self.kernels.emulate_cooperative(
+            addresses,
+            ctypes.c_void_p(delay_us.ctypes.data),
+            ctypes.c_void_p(self.held.ctypes.data),
+            len(params) // n,
+            n,
+            self.num_blocks,
+            seed,
+        )
         assert status == 0, "threads wait for each other for ever"
 
 
@@ -234,14 +259,38 @@ def test_a_rank_that_is_late_but_within_the_limit_is_waited_for(kernels: ctypes.
             assert channel.count(_abi.CHANNEL_SHARED_LAUNCHES) == 1
 
 
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_rank_at_its_next_launch_leaves_alone_what_another_still_reads_in_this_one(
+    num_requests: int, kernels: ctypes.CDLL
+) -> None:
+    sizes = Sizes(ranks=3, requests=num_requests, layers=1, length=9)
+    rng = np.random.default_rng(num_requests)
+    ranks = Ranks(kernels, sizes)
+    steps = [make_ranks(sizes, rng, different=(0,) if step % 3 == 2 else ()) for step in range(12)]
+    expected = [[expected_gpu(sizes, cases, rank) for rank in range(3)] for cases in steps]
+    # Blocks are late by turns. One request is the first block's, so nobody waits for what another
+    # block says before it ends.
+    ranks.run_launches(steps, rng.choice([0, 0, 20], (12, 3, ranks.num_blocks)), seed=1)
+    for step, cases in enumerate(steps):
+        for rank, case in enumerate(cases):
+            what = f"rank {rank}, step {step}"
+            np.testing.assert_array_equal(case.gpu, expected[step][rank], what)
+    for channel in ranks.channels:
+        assert channel.count(_abi.CHANNEL_SHARED_LAUNCHES) == 12
+        assert channel.count(_abi.CHANNEL_FAILED_LAUNCHES) == 0
+
+
 class PlayedPeer:
     """Rank 1 as played by the test, word by word, beside one launch of rank 0."""
 
-    def __init__(self, kernels: ctypes.CDLL, time_limit_ns: int = PATIENT_NS) -> None:
+    def __init__(
+        self, kernels: ctypes.CDLL, time_limit_ns: int = PATIENT_NS, *, is_held: bool = False
+    ) -> None:
         self.sizes = Sizes()
         self.cases = make_ranks(self.sizes, np.random.default_rng(11))
         self.before = [case.gpu.copy() for case in self.cases]
         self.ranks = Ranks(kernels, self.sizes)
+        self.ranks.held[0] = is_held
         self.mine, self.theirs = self.ranks.channels[1], self.ranks.channels[0]
         self.thread = threading.Thread(
             target=lambda: self.ranks.run(self.cases, dead=[1], time_limit_ns=time_limit_ns)
@@ -339,6 +388,35 @@ def test_a_rank_that_fails_while_it_writes_leaves_the_other_with_its_own_rows(
     assert peer.theirs.count(_abi.CHANNEL_FAILED_LAUNCHES) == 1
     assert peer.theirs.count(_abi.CHANNEL_LOST_RANKS) == (1 if ends == "is lost" else 0)
     assert peer.mine.abort[0] == 1, "rank 1 is told that rank 0 gave up"
+
+
+def test_a_block_that_gives_up_before_its_rank_was_ready_waits_for_those_who_write_nevertheless(
+    kernels: ctypes.CDLL,
+) -> None:
+    peer = PlayedPeer(kernels, is_held=True)
+    peer.theirs.abort[0] = 1
+    peer.wait_for("the second block's end", lambda: peer.mine.done[0, 1] == (1 << 1 | 1))
+    peer.wait_for("its abort", lambda: peer.mine.abort[0] == 1)
+    time.sleep(0.2)
+    # The first block starts late and does not look at the abort word before rank 1 has come.
+    peer.theirs.abort[0] = 0
+    peer.ranks.held[0] = 0
+    peer.wait_for("rank 0's gate", lambda: peer.mine.gate[0] == 1 << 2 | READY)
+    peer.mine.gate[0] = 1 << 2 | CLAIMED
+    peer.say_ready()
+    peer.wait_for("the first block's end", lambda: peer.mine.done[0, 0] == 1 << 1)
+    peer.write_rows()
+    peer.theirs.done[1, 0] = 1 << 1
+    time.sleep(0.2)
+    assert peer.thread.is_alive(), "rank 0 ended while a block of rank 1 may write to it"
+    peer.theirs.done[1, 1] = 1 << 1
+    peer.end()
+    np.testing.assert_array_equal(
+        peer.cases[0].gpu, expected_gpu(peer.sizes, peer.cases, 0, alone=True)
+    )
+    assert peer.theirs.count(_abi.CHANNEL_SHARED_LAUNCHES) == 1
+    assert peer.theirs.count(_abi.CHANNEL_FAILED_LAUNCHES) == 1
+    assert peer.theirs.count(_abi.CHANNEL_LOST_RANKS) == 0
 
 
 def test_epochs_go_on_after_the_last_one(kernels: ctypes.CDLL) -> None:

@@ -455,9 +455,9 @@ typedef struct hotpage_invalidate_params {
 
 /*
  * A channel is HOTPAGE_CHANNEL_BYTES of device memory of one rank that all ranks of a group can
- * write, zero when it is made. It begins with uint64 [HOTPAGE_NUM_CHANNEL_COUNTERS]; the rest
- * belongs to cooperative_copy. All launches of a channel are on one stream, in the same order on
- * every rank.
+ * write, zero before another rank learns of it. It begins with uint64
+ * [HOTPAGE_NUM_CHANNEL_COUNTERS]; the rest belongs to cooperative_copy. All launches of a channel
+ * are on one stream, in the same order on every rank.
  */
 #define HOTPAGE_CHANNEL_BYTES 267008
 enum {
@@ -472,8 +472,9 @@ enum {
   /* Launches that ended a wait because of the time limit or of another rank's failure. From the
      first one on the channel has failed: this rank fetches alone. */
   HOTPAGE_CHANNEL_FAILED_LAUNCHES = 4,
-  /* Ranks that had begun to write here and did not end in time. Rows that they still write may
-     hit hot slots of later steps: whoever sees this above 0 stops the engine, unless they died. */
+  /* Ranks that had begun to write here and did not end in time, or could still begin because this
+     rank's own first block did not end in time. Rows that they still write may hit hot slots of
+     later steps: whoever sees this above 0 stops the engine, unless they died. */
   HOTPAGE_CHANNEL_LOST_RANKS = 5,
   /* Digest of all copy lists so far, in the order of the launches. */
   HOTPAGE_CHANNEL_DIGEST = 6,

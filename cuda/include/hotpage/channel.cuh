@@ -11,7 +11,8 @@
 //             that has done so for all ranks, and has seen all of their digests, may write to A.
 //   revoked   A gave up waiting and swapped its gate at B from kReady to kRevoked: B will not
 //             write. One of the two swaps wins, so a rank that gives up knows whether B may be
-//             writing.
+//             writing. Not before its own first block is done: that block makes the gate kReady,
+//             and a gate that becomes so behind the swap could still be claimed.
 //   done      a block of B has ended: its writes to A are seen by whoever sees its word.
 //
 // A launch of A ends normally once every rank's blocks are done; no rank is then a whole launch
@@ -43,7 +44,7 @@ struct Channel {
   // [rank]: gate of that rank.
   uint32_t gate[kMaxRanks];
   uint32_t more_padding[24];
-  // [rank][block].
+  // [rank][block], of this rank, too.
   uint32_t done[kMaxRanks][kMaxCooperativeBlocks];
   // [rank][request]: the epoch in the upper half of every word; in the lower halves the digest of
   // the host rows, lower half first, then that of the hot rows.
@@ -144,20 +145,31 @@ __device__ __forceinline__ bool await_done(const Channel *own, uint32_t rank, ui
   }
 }
 
+// Waits until a block of a rank has ended, well or not; false if it did not within the limit. The
+// abort word is no reason to leave: it says nothing of what the block writes.
+__device__ __forceinline__ bool await_end(const Channel *own, uint32_t rank, uint32_t block,
+                                          uint32_t epoch, uint64_t deadline) {
+  while (load_acquire(&own->done[rank][block]) >> 1 != epoch) {
+    if (clock_ns() > deadline) return false;
+  }
+  return true;
+}
+
 // After this no block of `theirs`' rank begins to write to this rank in this epoch, and those that
-// had begun have ended; false if they did not end within the limit.
+// had begun have ended; false if that is not certain within the limit.
 __device__ __forceinline__ bool revoke_gate(const Channel *own, Channel *theirs, uint32_t rank,
                                             uint32_t their_rank, uint32_t num_blocks,
                                             uint32_t epoch, int64_t limit_ns) {
+  // OK to wait for another block of this rank: it waits for no gate of its own to be revoked, and
+  // the abort word ends its other waits.
+  const uint64_t limit = static_cast<uint64_t>(limit_ns);
+  if (!await_end(own, rank, 0, epoch, clock_ns() + limit)) return false;
   const uint32_t found = compare_and_swap(&theirs->gate[rank], gate_word(epoch, kReady),
                                           gate_word(epoch, kRevoked));
   if (found != gate_word(epoch, kClaimed)) return true;
-  // The abort word is no reason to leave: it says nothing of this rank's writes.
-  const uint64_t deadline = clock_ns() + static_cast<uint64_t>(limit_ns);
+  const uint64_t deadline = clock_ns() + limit;
   for (uint32_t block = 0; block < num_blocks; ++block) {
-    while (load_relaxed(&own->done[their_rank][block]) >> 1 != epoch) {
-      if (clock_ns() > deadline) return false;
-    }
+    if (!await_end(own, their_rank, block, epoch, deadline)) return false;
   }
   return true;
 }

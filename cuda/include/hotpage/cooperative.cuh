@@ -402,15 +402,16 @@ class CooperativeBlock {
     return ok;
   }
 
-  // Tells the other ranks that this block writes no more, and waits for their blocks of its number.
+  // Tells all ranks that this block writes no more, and waits for the others' blocks of its number.
   // All threads are past their writes. False if a rank failed or did not come in time. Ends with a
   // barrier.
   __device__ __forceinline__ bool end_block(const Share &share, uint32_t epoch, bool is_shared) {
     bool ok = is_shared;
     if (warp_id() == 0) {
-      // Orders the block's writes, which the last barrier put before this, before the words.
+      // Orders the block's writes and the gates that it opened, which the last barrier put before
+      // this, before the words.
       fence_system();
-      if (stands_for_rank()) {
+      if (static_cast<uint32_t>(lane_id()) < num_ranks_) {
         store_relaxed(&channel(lane_id())->done[rank_][blockIdx.x], done_word(epoch, is_shared));
       }
       __syncwarp();  // no lane waits before every rank was told

@@ -42,8 +42,9 @@ class ChannelCounts:
     """Launches that gave up waiting and fetched every row themselves: 0 or 1, since the channel
     is not used again."""
     lost_ranks: int
-    """Ranks that had begun to write here and did not end in time. Stop the engine if it is not 0,
-    unless those processes are gone: what they still write may hit hot slots of later steps."""
+    """Ranks that had begun to write here and did not end in time, or could not be kept from it.
+    Stop the engine if it is not 0, unless those processes are gone: what they still write may hit
+    hot slots of later steps."""
     digest: int
     """Digest of all copy lists so far, in their order."""
     digested_launches: int
@@ -60,7 +61,8 @@ class Channel:
 
     All cooperative copies of a channel are launched on one stream, in the same order on all ranks.
     After a failure the channel stays failed; a channel for another attempt is made anew on every
-    rank, and the copies are bound anew.
+    rank, and the copies are bound anew. Making one waits for the current stream: no rank's stream
+    orders another rank's first words behind the zeros.
 
     Args:
         device: CUDA device of the rank.
@@ -71,6 +73,8 @@ class Channel:
 
         self.memory = torch.zeros(_abi.CHANNEL_BYTES // 8, dtype=torch.int64, device=device)
         """int64 `[CHANNEL_BYTES / 8]`, which every rank reads and writes."""
+        if self.memory.is_cuda:
+            torch.cuda.current_stream(self.memory.device).synchronize()
 
     def counts(self) -> ChannelCounts:
         """Copies the counters from the device; waits for the current stream."""
