@@ -80,4 +80,35 @@ __device__ __forceinline__ void copy_chunk(RowUnits units, const RowCopy &mine, 
   }
 }
 
+// Where unit `unit` of a chunk lies, given where the lanes' rows do.
+__device__ __forceinline__ uint64_t unit_address(RowUnits units, uint64_t row_address,
+                                                 uint32_t unit) {
+  const uint32_t row = units.row_of(unit);
+  return __shfl_sync(kFullWarp, row_address, row % kRowsPerChunk) +
+         (unit - row * units.per_row) * kUnitBytes;
+}
+
+// copy_chunk in fewer registers, for blocks of 1,024 threads: where a unit goes is found when it has
+// arrived. No row is left out.
+__device__ __forceinline__ void copy_chunk_lean(RowUnits units, const RowCopy &mine,
+                                                uint32_t num_rows) {
+  const uint32_t num_units = num_rows * units.per_row;
+  for (uint32_t base = lane_id(); base - lane_id() < num_units;
+       base += kWarpSize * kUnitsPerLane) {
+    uint4 held[kUnitsPerLane];
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i) {
+      const uint32_t unit = base + i * kWarpSize;
+      const uint64_t source = unit_address(units, mine.source, unit);
+      if (unit < num_units) held[i] = __ldcg(reinterpret_cast<const uint4 *>(source));
+    }
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i) {
+      const uint32_t unit = base + i * kWarpSize;
+      const uint64_t target = unit_address(units, mine.target, unit);
+      if (unit < num_units) __stcg(reinterpret_cast<uint4 *>(target), held[i]);
+    }
+  }
+}
+
 }  // namespace hotpage

@@ -4,7 +4,9 @@
 
 #include "cuda_runtime.h"
 
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
@@ -41,9 +43,37 @@ void copy_body(void *argument) {
   copy_list(*static_cast<const CopyArgs *>(argument), &shared);
 }
 
+struct Sweep {
+  CopyArgs args;
+  std::vector<SweepShared> shared;  // of each block
+};
+
 void sweep_body(void *argument) {
-  static SweepShared shared;
-  copy_swept(*static_cast<const CopyArgs *>(argument), &shared);
+  Sweep *sweep = static_cast<Sweep *>(argument);
+  copy_swept(sweep->args, &sweep->shared[blockIdx.x]);
+}
+
+// A cluster of as many blocks as the launcher takes, each in a thread of its own.
+int emulate_sweep(const CopyArgs &args, unsigned num_blocks) {
+  unsigned size = kMostSweepBlocks;
+  while (size > num_blocks) size /= 2;
+  Sweep sweep = {args, std::vector<SweepShared>(size)};
+  std::memset(static_cast<void *>(sweep.shared.data()), kPoison, size * sizeof(SweepShared));
+  std::vector<char *> shared;
+  for (SweepShared &block : sweep.shared) shared.push_back(reinterpret_cast<char *>(&block));
+  cpu::Cluster cluster(shared);
+  std::atomic<int> status = 0;
+  std::vector<std::thread> threads;
+  for (unsigned index = 0; index < size; ++index) {
+    threads.emplace_back([&, index] {
+      cpu::cluster = &cluster;
+      if (!cpu::run_block(kSweepThreads, index, size, index, sweep_body, &sweep)) {
+        status = kDeadlock;
+      }
+    });
+  }
+  for (std::thread &thread : threads) thread.join();
+  return status;
 }
 
 }  // namespace
@@ -76,9 +106,9 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
 extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks *marks,
                             unsigned num_blocks, int sweeps) {
   CopyArgs args = plan_copy(*params, *marks);
-  const auto body = sweeps ? sweep_body : copy_body;
+  if (sweeps) return emulate_sweep(args, num_blocks);
   for (unsigned index = 0; index < num_blocks; ++index) {
-    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, body, &args)) return kDeadlock;
+    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
   }
   return 0;
 }
