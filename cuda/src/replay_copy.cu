@@ -59,10 +59,10 @@ hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
+  config.blockDim = dim3(kCopyThreads);
   config.stream = stream;
   if (sweeps) {
     config.gridDim = dim3(num_sweep_blocks(params.max_blocks));
-    config.blockDim = dim3(kSweepThreads);
     config.dynamicSmemBytes = sizeof(SweepShared);
     // Idempotent, and allowed inside a capture.
     const cudaError_t raised = cudaFuncSetAttribute(
@@ -73,7 +73,6 @@ hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve
     cluster.val.clusterDim = {config.gridDim.x, 1, 1};
   } else {
     config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
-    config.blockDim = dim3(kCopyThreads);
   }
   if (after_resolve) {
     cudaLaunchAttribute &early = attributes[config.numAttrs++];

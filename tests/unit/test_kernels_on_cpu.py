@@ -210,6 +210,22 @@ def test_sweeps_move_every_row_of_the_list_and_nothing_else(
     CopyCase(host_rows, layers, 16, rows, interleaved).check(kernels, blocks, sweeps=True)
 
 
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_sweeps_go_through_the_pool_in_order(blocks: int, kernels: ctypes.CDLL) -> None:
+    pool = 5_000_000
+    rows = random_rows(np.random.default_rng(6), pool, [700, 0, 1, 1299, 900])
+    case = CopyCase(pool, 1, 16, rows, False)
+    order = np.empty(sum(len(r) for r in rows), np.int32)
+    status = kernels.emulate_sweep_order(
+        ctypes.byref(case.params), blocks, len(order), ctypes.c_void_p(order.ctypes.data)
+    )
+    assert status == 0
+    np.testing.assert_array_equal(np.sort(order), np.sort(np.concatenate(rows)))
+    # Inside a bucket, a 4,096th of the pool, any order will do.
+    bucket = (np.ptp(order) + 1) / 4096
+    assert int((np.maximum.accumulate(order) - order).max()) <= bucket + 1
+
+
 def test_rows_that_crowd_into_one_part_of_the_pool_are_copied(kernels: ctypes.CDLL) -> None:
     rng = np.random.default_rng(3)
     far = 2_000_000

@@ -20,6 +20,7 @@ namespace hotpage {
 constexpr int kCopyThreads = 512;
 constexpr int kCopyWarps = kCopyThreads / kWarpSize;
 constexpr int kMaxRequests = HOTPAGE_MAX_REQUESTS;
+static_assert(kMaxRequests == 2 * kCopyThreads, "a thread takes two requests");
 
 struct CopyArgs {
   hotpage_copy_params p;
@@ -41,33 +42,22 @@ inline CopyArgs plan_copy(const hotpage_copy_params &p, const HolderMarks &marks
 }
 
 // first_of_request[i]: copies of the requests before i. Returns all copies; ends with a barrier.
-// kWarps: of the block.
-template <int kWarps>
 __device__ __forceinline__ uint32_t sum_copy_counts(const hotpage_copy_params &p,
                                                     uint32_t *first_of_request,
-                                                    WarpWords<kWarps> *totals) {
-  constexpr int kPerThread = kMaxRequests / (kWarps * kWarpSize);
-  static_assert(kPerThread * kWarps * kWarpSize == kMaxRequests, "threads take whole requests");
+                                                    WarpWords<kCopyWarps> *totals) {
   const int32_t *counts = reinterpret_cast<const int32_t *>(p.copy_count);
-  const int first_own = kPerThread * static_cast<int>(threadIdx.x);
-  uint32_t own[kPerThread];
-  uint32_t sum = 0;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int request = first_own + i;
-    own[i] = request < p.num_requests ? static_cast<uint32_t>(counts[request]) : 0u;
-    sum += own[i];
-  }
+  const int request = 2 * static_cast<int>(threadIdx.x);
+  const auto count_of = [&](int i) {
+    return i < p.num_requests ? static_cast<uint32_t>(counts[i]) : 0u;
+  };
+  const uint32_t even = count_of(request), odd = count_of(request + 1);
   uint32_t warp_total;
-  const uint32_t before = warp_exclusive_sum(sum, &warp_total);
+  const uint32_t before = warp_exclusive_sum(even + odd, &warp_total);
   totals->put(warp_total);
   __syncthreads();  // orders every warp's total before the sums
-  uint32_t first = totals->sum_before() + before;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    first_of_request[first_own + i] = first;
-    first += own[i];
-  }
+  const uint32_t first = totals->sum_before() + before;
+  first_of_request[request] = first;
+  first_of_request[request + 1] = first + even;
   const uint32_t total = totals->sum();
   __syncthreads();  // orders the sums before the searches
   return total;
@@ -107,9 +97,9 @@ __device__ __forceinline__ RowCopy rows_of(const hotpage_copy_params &p, uint32_
               static_cast<uint64_t>(block * p.gpu_block_stride + row_in_block * p.row_bytes)};
 }
 
-// Copies chunks [first, end) of num_items rows with all kWarps warps of the block; find(item) is the
-// copy of a row.
-template <int kWarps, class Find>
+// Copies chunks [first, end) of num_items rows with all warps of the block; find(item) is the copy
+// of a row.
+template <class Find>
 __device__ __forceinline__ void copy_chunks(const CopyArgs &args, uint32_t first, uint32_t end,
                                             uint32_t num_items, Find &&find) {
   const auto find_own = [&](uint32_t chunk) {
@@ -119,15 +109,11 @@ __device__ __forceinline__ void copy_chunks(const CopyArgs &args, uint32_t first
   };
   uint32_t chunk = first + warp_id();
   RowCopy mine = find_own(chunk);
-  for (; chunk < end; chunk += kWarps) {
+  for (; chunk < end; chunk += kCopyWarps) {
     // The next chunk's addresses arrive while this one's rows are on the bus.
-    const RowCopy next = find_own(chunk + kWarps);
+    const RowCopy next = find_own(chunk + kCopyWarps);
     const uint32_t rows = min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk);
-    if (kWarps > kCopyWarps) {
-      copy_chunk_lean(args.units, mine, rows);
-    } else {
-      copy_chunk(args.units, mine, rows);
-    }
+    copy_chunk(args.units, mine, rows);
     mine = next;
   }
 }
@@ -138,8 +124,7 @@ struct CopyShared {
   WarpWords<kCopyWarps> totals;
 };
 
-// Copies this block's slice of the list, which num_blocks blocks of kWarps warps share.
-template <int kWarps>
+// Copies this block's slice of the list, which num_blocks blocks share.
 __device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t *first_of_request,
                                            uint32_t num_copies, uint32_t num_blocks) {
   const hotpage_copy_params &p = args.p;
@@ -158,14 +143,13 @@ __device__ __forceinline__ void copy_slice(const CopyArgs &args, const uint32_t 
     if (args.marks.holders != 0 && layer == 0) mark_copy(args, host_row, request);
     return rows_of(p, layer, host_row, hot_row);
   };
-  copy_chunks<kWarps>(args, blockIdx.x * slice, min(num_chunks, (blockIdx.x + 1) * slice), num_items,
-                      find);
+  copy_chunks(args, blockIdx.x * slice, min(num_chunks, (blockIdx.x + 1) * slice), num_items, find);
 }
 
 // What a block does once the copy list is there.
 __device__ __forceinline__ void copy_list(const CopyArgs &args, CopyShared *shared) {
   const uint32_t num_copies = sum_copy_counts(args.p, shared->first_of_request, &shared->totals);
-  copy_slice<kCopyWarps>(args, shared->first_of_request, num_copies, gridDim.x);
+  copy_slice(args, shared->first_of_request, num_copies, gridDim.x);
 }
 
 // The kernels' bodies also run on a CPU, in tests; the launch does not.

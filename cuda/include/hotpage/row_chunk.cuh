@@ -54,6 +54,7 @@ struct HeldUnits {
 // which lie side by side are read as one range. All reads are under way when this returns.
 __device__ __forceinline__ void read_units(RowUnits units, const RowCopy &mine, uint32_t base,
                                            uint32_t num_units, HeldUnits *held) {
+  uint64_t sources[kUnitsPerLane];
 #pragma unroll
   for (int i = 0; i < kUnitsPerLane; ++i) {
     const uint32_t unit = base + i * kWarpSize + lane_id();
@@ -62,8 +63,13 @@ __device__ __forceinline__ void read_units(RowUnits units, const RowCopy &mine, 
     const uint64_t target = __shfl_sync(kFullWarp, mine.target, row % kRowsPerChunk);
     const uint32_t offset = (unit - row * units.per_row) * kUnitBytes;
     const bool is_held = unit < num_units && source != 0;
+    sources[i] = is_held ? source + offset : 0;
     held->target[i] = is_held ? target + offset : 0;
-    if (is_held) held->unit[i] = __ldcg(reinterpret_cast<const uint4 *>(source + offset));
+  }
+  // NOTE: a shuffle between two reads makes the compiler move what was read before it, and so wait.
+#pragma unroll
+  for (int i = 0; i < kUnitsPerLane; ++i) {
+    if (sources[i] != 0) held->unit[i] = __ldcg(reinterpret_cast<const uint4 *>(sources[i]));
   }
 }
 
@@ -76,37 +82,6 @@ __device__ __forceinline__ void copy_chunk(RowUnits units, const RowCopy &mine, 
 #pragma unroll
     for (int i = 0; i < kUnitsPerLane; ++i) {
       if (held.target[i] != 0) __stcg(reinterpret_cast<uint4 *>(held.target[i]), held.unit[i]);
-    }
-  }
-}
-
-// Where unit `unit` of a chunk lies, given where the lanes' rows do.
-__device__ __forceinline__ uint64_t unit_address(RowUnits units, uint64_t row_address,
-                                                 uint32_t unit) {
-  const uint32_t row = units.row_of(unit);
-  return __shfl_sync(kFullWarp, row_address, row % kRowsPerChunk) +
-         (unit - row * units.per_row) * kUnitBytes;
-}
-
-// copy_chunk in fewer registers, for blocks of 1,024 threads: where a unit goes is found when it has
-// arrived. No row is left out.
-__device__ __forceinline__ void copy_chunk_lean(RowUnits units, const RowCopy &mine,
-                                                uint32_t num_rows) {
-  const uint32_t num_units = num_rows * units.per_row;
-  for (uint32_t base = lane_id(); base - lane_id() < num_units;
-       base += kWarpSize * kUnitsPerLane) {
-    uint4 held[kUnitsPerLane];
-#pragma unroll
-    for (int i = 0; i < kUnitsPerLane; ++i) {
-      const uint32_t unit = base + i * kWarpSize;
-      const uint64_t source = unit_address(units, mine.source, unit);
-      if (unit < num_units) held[i] = __ldcg(reinterpret_cast<const uint4 *>(source));
-    }
-#pragma unroll
-    for (int i = 0; i < kUnitsPerLane; ++i) {
-      const uint32_t unit = base + i * kWarpSize;
-      const uint64_t target = unit_address(units, mine.target, unit);
-      if (unit < num_units) __stcg(reinterpret_cast<uint4 *>(target), held[i]);
     }
   }
 }
