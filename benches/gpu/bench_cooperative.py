@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from sides import HotpageSide
 from timing import memcpy_gbps
-from workload import BLOCK_SIZE, GB, ROW_BYTES, TOP_K, Cell, Steps, make_steps
+from workload import BLOCK_SIZE, GB, ROW_BYTES, TOP_K, Cell, CellPools, Steps, make_steps
 
 from hotpage.kernels.cooperative_copy import Channel, CooperativeCopy, RankMemory
 from hotpage.kernels.replay_copy import CopyList, LayerRows
@@ -49,36 +49,20 @@ WAYS = ("alone", "private", "cooperative", "private group", "cooperative group")
 MAX_STEPS = 2 + GRAPHS * max(STEPS_PER_GRAPH.values()) * len(WAYS)
 
 
-class SharedPools:
-    """As `workload.Pools`, its host memory the pool that all ranks share."""
+class SharedPools(CellPools):
+    """Pools whose host memory is the pool that all ranks share."""
 
     def __init__(self, ranks: Rendezvous, pool_gb: float, device: int) -> None:
         blocks = int(pool_gb * GB) // (4 * BLOCK_SIZE * ROW_BYTES)
         layout = PoolLayout((4,), BLOCK_SIZE, ROW_BYTES, blocks)
         self.pool = SharedHostPool(layout, ranks, device=device)
-        self.host = self.pool.bytes_tensor()
-        self.gpu = torch.zeros(GPU_BYTES, dtype=torch.uint8, device="cuda")
+        gpu = torch.zeros(GPU_BYTES, dtype=torch.uint8, device="cuda")
+        super().__init__(self.pool.bytes_tensor(), gpu)
         self.pool_gb = self.host.numel() / GB
         if ranks.rank == 0:
-            # Contents that differ from row to row, so that a wrong row shows.
             torch.manual_seed(0)
-            chunk = torch.randint(0, 256, (GB,), dtype=torch.uint8, device="cuda")
-            for first in range(0, self.host.numel(), GB):
-                part = self.host[first : first + GB]
-                part.copy_(chunk[: part.numel()].roll(first // GB))
+            self.fill_host()
         ranks.barrier()
-
-    def host_layers(self, cell: Cell, interleaved: bool) -> list[torch.Tensor]:
-        """Per layer `[host rows][row_bytes]`."""
-        rows = cell.host_blocks * BLOCK_SIZE
-        grouped = self.host[: rows * cell.layers * ROW_BYTES].view(rows, cell.layers, ROW_BYTES)
-        return [grouped[:, i] for i in range(cell.layers)]
-
-    def gpu_layers(self, cell: Cell, num_gpu_blocks: int) -> list[torch.Tensor]:
-        """Per layer `[blocks][block_size][row_bytes]`; a block holds the layers' pages in turn."""
-        page = BLOCK_SIZE * ROW_BYTES
-        shape, strides = (num_gpu_blocks, BLOCK_SIZE, ROW_BYTES), (page * cell.layers, ROW_BYTES, 1)
-        return [torch.as_strided(self.gpu, shape, strides, i * page) for i in range(cell.layers)]
 
 
 class Shared:
@@ -138,10 +122,12 @@ class CooperativeSide(HotpageSide):
             ResolveOutputs(old.physical_topk, old.valid_counts, copies)
             for old, copies in zip(self.outputs, self.copies, strict=True)
         ]
-        layers = self._layers(range(steps.cell.layers))
-        self.together = [shared.bind(c, layers, blocks) for c in self.copies]
-        self.behind = [shared.bind(c, layers, blocks, after_resolve=True) for c in self.copies]
-        self.meet = shared.bind(shared.nothing, layers, blocks)
+        every = range(steps.cell.layers)
+        layers = [self._layers(step, every) for step in range(len(self.copies))]
+        bound = list(zip(self.copies, layers, strict=True))
+        self.together = [shared.bind(*both, blocks) for both in bound]
+        self.behind = [shared.bind(*both, blocks, after_resolve=True) for both in bound]
+        self.meet = shared.bind(shared.nothing, layers[0], blocks)
 
 
 def _stream() -> int:

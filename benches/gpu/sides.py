@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from workload import BLOCK_SIZE, DEVICE, TOP_K, Pools, Steps
+from workload import BLOCK_SIZE, DEVICE, TOP_K, CellPools, Steps
 
 from hotpage.kernels.replay_copy import CopyList, LayerRows, ReplayCopy
 from hotpage.kernels.resolve_and_copy import (
@@ -28,7 +28,7 @@ class HotpageSide:
     name = "hotpage"
 
     def __init__(
-        self, steps: Steps, pools: Pools, *, interleaved: bool = True, max_copy_blocks: int = 0
+        self, steps: Steps, pools: CellPools, *, interleaved: bool = True, max_copy_blocks: int = 0
     ) -> None:
         cell = steps.cell
         self.steps, self.max_copy_blocks = steps, max_copy_blocks
@@ -134,7 +134,7 @@ class VllmSide:
 
     name = "vllm"
 
-    def __init__(self, steps: Steps, pools: Pools) -> None:
+    def __init__(self, steps: Steps, pools: CellPools) -> None:
         cell = steps.cell
         self.steps = steps
         self.ops = torch.ops._C_cache_ops

@@ -143,21 +143,27 @@ def make_steps(cell: Cell, steps: int, seed: int = 0) -> Steps:
     )
 
 
-class Pools:
-    """Host and GPU memory that all cells share; a cell uses a part of each.
+class CellPools:
+    """Host and GPU memory that all cells share, whoever made it; a cell uses a part of each.
 
     A model's decode step goes from layer to layer, each with a region of its own in the host pool.
     So step n of a cell copies from region n modulo the number of those that fit.
+
+    Args:
+        host: uint8, readable by kernels.
+        gpu: uint8, on the device.
     """
 
-    def __init__(self, host_gb: float, gpu_bytes: int) -> None:
-        self.host = torch.empty(int(host_gb * GB) + 4096, dtype=torch.uint8, pin_memory=True)
-        self.gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=DEVICE)
-        # Contents that differ from row to row, so that a wrong row shows.
-        chunk = torch.randint(0, 256, (min(GB, gpu_bytes),), dtype=torch.uint8, device=DEVICE)
-        for first in range(0, self.host.numel(), chunk.numel()):
-            part = self.host[first : first + chunk.numel()]
-            part.copy_(chunk[: part.numel()].roll(first // chunk.numel()))
+    def __init__(self, host: torch.Tensor, gpu: torch.Tensor) -> None:
+        self.host, self.gpu = host, gpu
+
+    def fill_host(self) -> None:
+        """Writes contents that differ from row to row, so that a wrong row shows."""
+        size = min(GB, self.gpu.numel())
+        chunk = torch.randint(0, 256, (size,), dtype=torch.uint8, device=self.gpu.device)
+        for first in range(0, self.host.numel(), size):
+            part = self.host[first : first + size]
+            part.copy_(chunk[: part.numel()].roll(first // size))
 
     def num_regions(self, cell: Cell) -> int:
         """Index groups of the cell's size that the host memory holds."""
@@ -178,3 +184,12 @@ class Pools:
         page = BLOCK_SIZE * ROW_BYTES
         shape, strides = (num_gpu_blocks, BLOCK_SIZE, ROW_BYTES), (page * cell.layers, ROW_BYTES, 1)
         return [torch.as_strided(self.gpu, shape, strides, i * page) for i in range(cell.layers)]
+
+
+class Pools(CellPools):
+    """Pools of this process alone."""
+
+    def __init__(self, host_gb: float, gpu_bytes: int) -> None:
+        host = torch.empty(int(host_gb * GB) + 4096, dtype=torch.uint8, pin_memory=True)
+        super().__init__(host, torch.empty(gpu_bytes, dtype=torch.uint8, device=DEVICE))
+        self.fill_host()

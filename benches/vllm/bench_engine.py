@@ -8,7 +8,9 @@ pool that holds all contexts, then with one that holds the tails and hot regions
 that most attended rows come from the host pool. A step is timed from the call of the engine to its
 return, the device idle at both ends; steps that prefill are left out. Each line of FILE is
 `{engine, model, requests, context, gpu_blocks, steps, step_ms, step_ms_p90, hot_misses_a_step,
-running}`: median and 90th percentile in ms, and the requests that decoded in the median step.
+running, answer_tokens_s}`: median and 90th percentile in ms of the steps in which as many requests
+decoded as ever, how many those were, and the answers' tokens over the time of all steps, those that
+prefill counted.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def measure(engine: Engine, requests: int, context: int, steps: int) -> dict[str
 
     engine.scheduler.schedule = noting
     timed: list[tuple[int, float, int]] = []
+    seconds = 0.0
     try:
         while llm.has_unfinished_requests():
             scheduled.clear()
@@ -64,6 +67,7 @@ def measure(engine: Engine, requests: int, context: int, steps: int) -> dict[str
             llm.step()
             torch.cuda.synchronize()
             taken = time.perf_counter() - began
+            seconds += taken
             counts = [n for output in scheduled for n in output.num_scheduled_tokens.values()]
             if counts and max(counts) == 1:
                 timed.append((len(counts), taken * 1e3, hot_counts(engine)[1] - misses))
@@ -72,12 +76,15 @@ def measure(engine: Engine, requests: int, context: int, steps: int) -> dict[str
     most = max(count for count, _, _ in timed)
     chosen = [line for line in timed if line[0] == most][WARM_UP:]
     times = sorted(taken for _, taken, _ in chosen)
+    if not times:
+        raise SystemExit("answers end before all prompts are read: use more --steps")
     return {
         "steps": len(times),
         "step_ms": round(statistics.median(times), 2),
         "step_ms_p90": round(times[int(0.9 * (len(times) - 1))], 2),
         "hot_misses_a_step": round(statistics.mean(missed for _, _, missed in chosen)),
         "running": most,
+        "answer_tokens_s": round(requests * steps / seconds, 1),
     }
 
 
@@ -88,7 +95,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(MODELS), default="glm-5.2")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--context", type=int, default=16_000, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--steps", type=int, default=192, help="tokens of each answer")
     parser.add_argument("--small", type=int, default=3600, help="GPU blocks of the small pool")
     parser.add_argument("--host-pool-gib", type=float, default=4.0)
     arguments = parser.parse_args()

@@ -27,12 +27,13 @@ __global__ void __launch_bounds__(kDigestThreads)
   for (uint32_t request = first; request < num_requests; request += gridDim.x * kDigestWarps) {
     const int32_t *host_rows = reinterpret_cast<const int32_t *>(p.copy_host_row) +
                                int64_t{request} * p.copy_list_stride;
+    Entries entries;
+    entries.read(host_rows, static_cast<uint32_t>(p.copy_list_stride), lane_id(), kWarpSize);
     const uint32_t count =
         static_cast<uint32_t>(reinterpret_cast<const int32_t *>(p.copy_count)[request]);
-    const uint64_t entries =
-        warp_sum(sum_entries(host_rows, static_cast<uint32_t>(p.copy_list_stride), count,
-                             lane_id(), kWarpSize));
-    sum += digest_of_request(digest_of_sum(entries, count, p.salt), request);
+    const uint64_t entry_sum =
+        warp_sum(sum_entries(host_rows, entries, count, lane_id(), kWarpSize));
+    sum += digest_of_request(digest_of_sum(entry_sum, count, p.salt), request);
   }
   if (lane_id() == 0) block_sum[warp_id()] = sum;
   __syncthreads();  // orders every warp's sum before their total

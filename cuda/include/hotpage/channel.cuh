@@ -66,15 +66,22 @@ __device__ __forceinline__ uint32_t done_word(uint32_t epoch, bool ok) {
   return epoch << 1 | (ok ? 0 : 1);
 }
 
-// A bounded wait. Over when the time is, or when another rank said that it gave up.
+// A bounded wait, asked after every poll that found nothing. Over when the time is, or when another
+// rank said that it gave up. Looks seldom, since a look delays the next poll; the time runs from
+// the first look on.
 struct Patience {
   const uint32_t *abort;
-  uint64_t deadline;
+  uint64_t limit_ns;
+  uint64_t deadline;  // 0: not known yet
+  uint32_t num_polls;
 
-  __device__ __forceinline__ Patience(const Channel *own, int64_t limit_ns)
-      : abort(&own->abort), deadline(clock_ns() + static_cast<uint64_t>(limit_ns)) {}
-  __device__ __forceinline__ bool is_over() const {
-    return load_relaxed(abort) != 0 || clock_ns() > deadline;
+  __device__ __forceinline__ Patience(const Channel *own, int64_t limit)
+      : abort(&own->abort), limit_ns(static_cast<uint64_t>(limit)), deadline(0), num_polls(0) {}
+  __device__ __forceinline__ bool is_over() {
+    if (++num_polls % kPollsPerLook != 0) return false;
+    const uint64_t now = clock_ns();
+    if (deadline == 0) deadline = now + limit_ns;
+    return load_relaxed(abort) != 0 || now > deadline;
   }
 };
 
@@ -90,44 +97,50 @@ struct Digests {
   }
 };
 
-// Waits for a request's digests of this epoch; false if the wait is over without them.
+// Waits for a request's digests of this epoch; false if the wait is over without them. What the
+// rank put before them is then ordered before whatever follows.
 __device__ __forceinline__ bool await_digests(const Channel *own, uint32_t rank, uint32_t request,
-                                              uint32_t epoch, const Patience &patience,
+                                              uint32_t epoch, Patience *patience,
                                               Digests *digests) {
   const uint64_t *at = own->digest[rank][request];
   for (;;) {
     uint64_t words[kDigestWords];
     bool all = true;
 #pragma unroll
-    for (uint32_t i = 0; i < kDigestWords; ++i) words[i] = load_relaxed(at + i);
+    for (uint32_t i = 0; i + 1 < kDigestWords; ++i) words[i] = load_relaxed(at + i);
+    // One of the words is enough for that order; as the last it holds up none of the others.
+    words[kDigestWords - 1] = load_acquire(at + kDigestWords - 1);
 #pragma unroll
     for (uint32_t i = 0; i < kDigestWords; ++i) all = all && words[i] >> 32 == epoch;
     *digests = {words[1] << 32 | static_cast<uint32_t>(words[0]),
                 words[3] << 32 | static_cast<uint32_t>(words[2])};
     if (all) return true;
-    if (patience.is_over()) return false;
+    if (patience->is_over()) return false;
   }
 }
 
-// Claims a rank's gate in this rank's channel; false if it was revoked or the wait is over.
+// Claims a rank's gate in this rank's channel; false if it was revoked or the wait is over. What
+// the rank put before it opened the gate is then ordered before whatever follows. The claim itself
+// tells of nothing that came before it here.
 __device__ __forceinline__ bool claim_gate(Channel *own, uint32_t rank, uint32_t epoch,
-                                           const Patience &patience) {
+                                           Patience *patience) {
   uint32_t *gate = &own->gate[rank];
   for (;;) {
     const uint32_t found =
-        compare_and_swap(gate, gate_word(epoch, kReady), gate_word(epoch, kClaimed));
+        compare_and_swap_acquire(gate, gate_word(epoch, kReady), gate_word(epoch, kClaimed));
     if (found == gate_word(epoch, kReady) || found == gate_word(epoch, kClaimed)) return true;
-    if (found == gate_word(epoch, kRevoked) || patience.is_over()) return false;
+    if (found == gate_word(epoch, kRevoked) || patience->is_over()) return false;
   }
 }
 
-// Waits until a block of a rank has ended; false if it failed or the wait is over.
+// Waits until a block of a rank has ended; false if it failed or the wait is over. Its writes here
+// are then ordered before whatever follows.
 __device__ __forceinline__ bool await_done(const Channel *own, uint32_t rank, uint32_t block,
-                                           uint32_t epoch, const Patience &patience) {
+                                           uint32_t epoch, Patience *patience) {
   for (;;) {
-    const uint32_t word = load_relaxed(&own->done[rank][block]);
+    const uint32_t word = load_acquire(&own->done[rank][block]);
     if (word >> 1 == epoch) return word == done_word(epoch, true);
-    if (patience.is_over()) return false;
+    if (patience->is_over()) return false;
   }
 }
 

@@ -11,8 +11,10 @@
 // itself, on all ranks alike because all compare the same digests. Ranks may keep a row in other
 // hot slots: only then are another rank's hot rows read.
 //
-// Some warps have their first rows on the bus while the ranks meet. Not all of them: reads that
-// fill the bus hold up everything behind them, the words of the meeting too.
+// The first warps of a block meet the other ranks, and some of the others have their first rows on
+// the bus meanwhile. Not all of them: reads that fill the bus hold up everything behind them, the
+// words of the meeting too. Nor do warps that meet: what they say is behind a fence, and a fence
+// waits for reads under way.
 #pragma once
 
 #include <cstdint>
@@ -35,17 +37,23 @@ class CooperativeBlock {
     const uint32_t failed = load_relaxed(&own()->failed);
     // Nothing of these waits for the two loads.
     const Share share = {Part::kOwn, rank_, num_ranks_};
-    sum_lists(0);
+    const OwnEntries entries = read_first_own();
+    clear_shared();
     const uint32_t num_rows = sum_share(share, false);
     // A block of this launch that failed does not keep the others from telling their peers.
     if (failed != 0 && failed != epoch) {
       run_alone();
     } else {
-      run_shared(share, num_rows, epoch);
+      run_shared(share, num_rows, epoch, entries);
     }
   }
 
  private:
+  // Of a request's list, what a lane reads first of the host rows and of the hot rows.
+  struct OwnEntries {
+    Entries host, hot;
+  };
+
   __device__ __forceinline__ Channel *channel(uint32_t rank) const {
     return reinterpret_cast<Channel *>(p_.channel[rank]);
   }
@@ -57,6 +65,11 @@ class CooperativeBlock {
   __device__ __forceinline__ bool stands_for_rank() const {
     return static_cast<uint32_t>(lane_id()) < num_ranks_ &&
            static_cast<uint32_t>(lane_id()) != rank_;
+  }
+  // The rank `steps` after this one, in turn.
+  __device__ __forceinline__ uint32_t next_rank(uint32_t steps) const {
+    const uint32_t rank = rank_ + steps;
+    return rank < num_ranks_ ? rank : rank - num_ranks_;
   }
   __device__ __forceinline__ bool is_agreed(uint32_t request) const {
     return s_->agreed[request / 32] >> request % 32 & 1;
@@ -70,6 +83,12 @@ class CooperativeBlock {
   __device__ __forceinline__ const int32_t *host_rows_of(uint32_t request) const {
     return reinterpret_cast<const int32_t *>(p_.copy.copy_host_row) +
            int64_t{request} * p_.copy.copy_list_stride;
+  }
+
+  // Empties what the meeting adds to. A barrier has to follow.
+  __device__ __forceinline__ void clear_shared() {
+    if (threadIdx.x < kMeetingWarps) s_->num_summed[threadIdx.x] = 0;
+    if (threadIdx.x == 0) s_->num_different = 0;
   }
 
   // Puts where each request's part of the share begins; returns the rows of the share. Requests
@@ -161,12 +180,13 @@ class CooperativeBlock {
     }
   }
 
-  // To every rank that the chunk goes to, this one first, so that links are used evenly.
+  // To every rank that the chunk goes to: others in turn, so that links are used evenly, and this
+  // one last, where a write takes the least time.
   __device__ __forceinline__ void write_all(uint64_t my_target, bool is_shared, uint32_t base,
                                             const uint4 *held) const {
     const uint32_t num_targets = is_shared ? num_ranks_ : 1;
-    for (uint32_t i = 0; i < num_targets; ++i) {
-      const uint32_t rank = rank_ + i < num_ranks_ ? rank_ + i : rank_ + i - num_ranks_;
+    for (uint32_t i = 1; i <= num_targets; ++i) {
+      const uint32_t rank = next_rank(i % num_targets);
       write(my_target, rank, base, held);
     }
   }
@@ -179,6 +199,10 @@ class CooperativeBlock {
     const uint32_t size = (num_chunks + gridDim.x - 1) / gridDim.x;
     return {blockIdx.x * size, min(num_chunks, (blockIdx.x + 1) * size)};
   }
+  // The warp's first chunk of a slice. Warps that do not meet are the first in turn.
+  __device__ __forceinline__ uint32_t first_chunk(const Slice &slice) const {
+    return slice.first + (warp_id() + kCooperativeWarps - kMeetingWarps) % kCooperativeWarps;
+  }
 
   // Copies a slice with all warps; `mine` is the warp's first chunk in it, and `held` has its first
   // units if `is_held`.
@@ -187,7 +211,7 @@ class CooperativeBlock {
                                        bool is_held) const {
     const uint32_t num_units = kRowsPerChunk * args_.units.per_row;
     constexpr uint32_t kUnitsAtOnce = kWarpSize * kUnitsPerLane;
-    uint32_t chunk = slice.first + warp_id();
+    uint32_t chunk = first_chunk(slice);
     for (; chunk < slice.end; chunk += kCooperativeWarps) {
       const uint64_t my_target = target_of(mine, is_shared);
       // The next chunk's addresses arrive while this one's rows are on the bus.
@@ -207,8 +231,8 @@ class CooperativeBlock {
     const uint32_t num_rows = sum_share(share, without_agreed);
     const Slice slice = slice_of(num_rows, by_one);
     uint4 held[kUnitsPerLane];
-    copy(share, num_rows, false, slice, find(share, num_rows, slice.first + warp_id(), slice.end),
-         held, false);
+    copy(share, num_rows, false, slice, find(share, num_rows, first_chunk(slice), slice.end), held,
+         false);
     __syncthreads();  // orders the last search before the sums change
   }
 
@@ -234,17 +258,19 @@ class CooperativeBlock {
   }
 
   // `num_rows`: of the share, whose sums are there.
-  __device__ __forceinline__ void run_shared(const Share &share, uint32_t num_rows,
-                                             uint32_t epoch) {
-    const Patience patience(own(), p_.time_limit_ns);
-    publish(epoch);
+  __device__ __forceinline__ void run_shared(const Share &share, uint32_t num_rows, uint32_t epoch,
+                                             const OwnEntries &entries) {
+    if (meets()) publish(epoch, entries);
     // While the words are under way.
     const Slice slice = slice_of(num_rows, false);
-    const Fetch first = find(share, num_rows, slice.first + warp_id(), slice.end);
+    const Fetch first = find(share, num_rows, first_chunk(slice), slice.end);
     uint4 held[kUnitsPerLane];
-    const bool is_held = reads_early() && slice.first + warp_id() < slice.end;
+    const bool is_held = reads_early() && first_chunk(slice) < slice.end;
     if (is_held) read(first.source, 0, held);
-    const bool is_shared = compare(epoch, patience);
+    const bool has_met = !meets() || compare(epoch);
+    // Orders what the ranks agreed on, and what the words of the others say has ended, before reads
+    // of their hot rows and writes to them.
+    const bool is_shared = __syncthreads_or(!has_met) == 0;
     if (is_shared) copy(share, num_rows, true, slice, first, held, is_held);
     mark_holders();
     __syncthreads();  // orders the last search before other sums, and all writes before the end
@@ -254,75 +280,83 @@ class CooperativeBlock {
     end_epoch(epoch);
   }
 
-  // Requests that this block looks after: those whose number is its own modulo the blocks.
-  __device__ __forceinline__ uint32_t num_own_requests() const {
-    const uint32_t all = num_requests();
-    return all > blockIdx.x ? (all - blockIdx.x - 1) / gridDim.x + 1 : 0;
-  }
-  // So many warps share a request that all of them are under way at once, where they can be.
-  __device__ __forceinline__ uint32_t warps_per_request() const {
-    const uint32_t n = num_own_requests();
-    return n > 8 ? 1 : n > 4 ? 2 : n > 2 ? 4 : n > 1 ? 8 : 16;
+  // True in warps that tell the other ranks what this one lists, and look at what they do.
+  __device__ __forceinline__ bool meets() const { return warp_id() < kMeetingWarps; }
+  __device__ __forceinline__ bool reads_early() const {
+    return warp_id() >= kMeetingWarps && warp_id() < kMeetingWarps + kEarlyWarps;
   }
 
-  // Puts each warp's part of the sums of the block's own requests from number `first` on, as many
-  // as are under way at once.
-  __device__ __forceinline__ void sum_lists(uint32_t first) {
-    const uint32_t num_parts = warps_per_request();
-    const uint32_t number = first + warp_id() / num_parts;
-    if (number >= num_own_requests()) return;
-    const uint32_t request = blockIdx.x + number * gridDim.x;
-    const uint32_t count = count_of(request);
+  __device__ __forceinline__ OwnRequests own_requests() const {
+    return {num_requests(), blockIdx.x, gridDim.x};
+  }
+  __device__ __forceinline__ const int32_t *hot_rows_of(uint32_t request) const {
+    return reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
+           int64_t{request} * p_.copy.copy_list_stride;
+  }
+  // What the lane reads first of its part of a request's list. All reads are under way when this
+  // returns.
+  __device__ __forceinline__ OwnEntries read_own(const OwnRequests &mine, uint32_t request) const {
     const uint32_t length = static_cast<uint32_t>(p_.copy.copy_list_stride);
-    const uint32_t entry = warp_id() % num_parts * kWarpSize + lane_id();
-    const uint32_t step = num_parts * kWarpSize;
-    const int32_t *hot_rows = reinterpret_cast<const int32_t *>(p_.copy.copy_hot_row) +
-                              int64_t{request} * p_.copy.copy_list_stride;
-    const uint64_t host = sum_entries(host_rows_of(request), length, count, entry, step);
-    const uint64_t hot = sum_entries(hot_rows, length, count, entry, step);
-    const uint64_t host_sum = warp_sum(host), hot_sum = warp_sum(hot);
-    if (lane_id() != 0) return;
-    s_->entry_sum[warp_id()][0] = host_sum;
-    s_->entry_sum[warp_id()][1] = hot_sum;
+    OwnEntries entries;
+    entries.host.read(host_rows_of(request), length, mine.first_entry(), mine.step());
+    entries.hot.read(hot_rows_of(request), length, mine.first_entry(), mine.step());
+    return entries;
+  }
+  // That of the warp's first request, if it has one.
+  __device__ __forceinline__ OwnEntries read_first_own() const {
+    const OwnRequests mine = own_requests();
+    if (!meets() || mine.first() >= mine.num) return {};
+    return read_own(mine, mine.request(mine.first()));
   }
 
-  // Tells the other ranks that this one is ready, and what the block's own requests list. The first
-  // of them have their sums, and a barrier lies behind these.
-  __device__ __forceinline__ void publish(uint32_t epoch) {
+  // Tells the other ranks that this one is ready, and what the block's own requests list.
+  __device__ __forceinline__ void publish(uint32_t epoch, OwnEntries entries) {
     // Orders the list and the end of every earlier reader of hot slots, both of which the stream
     // put before this launch, before the words that say so.
     fence_system();
     if (blockIdx.x == 0 && warp_id() == kClaimingWarp && stands_for_rank()) {
       store_relaxed(&channel(lane_id())->gate[rank_], gate_word(epoch, kReady));
     }
-    if (threadIdx.x == 0) s_->num_different = 0;
-    const uint32_t num_own = num_own_requests();
-    const uint32_t at_once = kCooperativeWarps / warps_per_request();
-    for (uint32_t first = 0;;) {
-      const uint32_t number = first + warp_id();
-      if (static_cast<uint32_t>(warp_id()) < at_once && number < num_own) {
-        publish_request(blockIdx.x + number * gridDim.x, epoch);
-      }
-      first += at_once;
-      if (first >= num_own) break;
-      __syncthreads();  // orders the sums before the next ones replace them
-      sum_lists(first);
-      __syncthreads();  // orders the parts before they are added
+    const OwnRequests mine = own_requests();
+    const uint32_t first = mine.first_entry(), step = mine.step();
+    for (uint32_t number = mine.first(); number < mine.num; number += mine.num_at_once()) {
+      const uint32_t request = mine.request(number);
+      if (number != mine.first()) entries = read_own(mine, request);
+      const uint32_t count = count_of(request);
+      const int32_t *host_rows = host_rows_of(request), *hot_rows = hot_rows_of(request);
+      uint64_t host = warp_sum(sum_entries(host_rows, entries.host, count, first, step));
+      uint64_t hot = warp_sum(sum_entries(hot_rows, entries.hot, count, first, step));
+      if (mine.num_parts > 1 && !add_parts(number, mine.num_parts, &host, &hot)) continue;
+      publish_request(request, count, host, hot, epoch);
     }
-    __syncthreads();  // orders the empty count before it is added to
   }
 
-  // One warp, whose number is that of the request among those under way. Lane l stores word l % 4
-  // of the request's digests at rank l / 4.
-  __device__ __forceinline__ void publish_request(uint32_t request, uint32_t epoch) {
-    static_assert(kMaxRanks * kDigestWords == kWarpSize, "a lane stores one word");
-    const uint32_t num_parts = warps_per_request();
-    uint64_t host = 0, hot = 0;
-    for (uint32_t part = 0; part < num_parts; ++part) {
-      host += s_->entry_sum[warp_id() * num_parts + part][0];
-      hot += s_->entry_sum[warp_id() * num_parts + part][1];
+  // Puts the warp's part of a request's sums. True in the warp that comes last; it gets the sums.
+  __device__ __forceinline__ bool add_parts(uint32_t number, uint32_t num_parts, uint64_t *host,
+                                            uint64_t *hot) {
+    uint32_t before = 0;
+    if (lane_id() == 0) {
+      s_->entry_sum[warp_id()][0] = *host;
+      s_->entry_sum[warp_id()][1] = *hot;
+      __threadfence_block();  // orders the part before its count
+      before = atomicAdd(&s_->num_summed[number], 1u);
+      __threadfence_block();  // orders the others' counts before their parts
     }
-    const uint32_t count = count_of(request);
+    before = __shfl_sync(kFullWarp, before, 0);
+    __syncwarp();  // orders what the first lane has seen before the other lanes' reads
+    if (before + 1 != num_parts) return false;
+    *host = *hot = 0;
+    for (uint32_t part = 0; part < num_parts; ++part) {
+      *host += s_->entry_sum[number * num_parts + part][0];
+      *hot += s_->entry_sum[number * num_parts + part][1];
+    }
+    return true;
+  }
+
+  // One warp. Lane l stores word l % 4 of the request's digests at rank l / 4.
+  __device__ __forceinline__ void publish_request(uint32_t request, uint32_t count, uint64_t host,
+                                                  uint64_t hot, uint32_t epoch) {
+    static_assert(kMaxRanks * kDigestWords == kWarpSize, "a lane stores one word");
     const Digests digests = {digest_of_sum(host, count, p_.salt),
                              digest_of_sum(hot, count, p_.salt)};
     const uint32_t rank = static_cast<uint32_t>(lane_id()) / kDigestWords;
@@ -331,33 +365,24 @@ class CooperativeBlock {
     store_relaxed(&channel(rank)->digest[rank_][request][which], digests.word(which, epoch));
   }
 
-  // True in warps that look at words of other ranks in `compare`.
-  __device__ __forceinline__ bool compares() const {
-    return static_cast<uint32_t>(warp_id()) * kWarpSize < num_requests() ||
-           warp_id() == kClaimingWarp;
-  }
-  // A fence waits for reads under way, so warps that need one do not read early.
-  __device__ __forceinline__ bool reads_early() const {
-    return !compares() && warp_id() >= kFirstEarlyWarp && warp_id() < kEndOfEarlyWarps;
-  }
-
-  // Waits for all digests and claims the gates of all ranks; false if one of them did not come in
-  // time or was revoked. Puts which requests are agreed on: every rank comes to the same result
-  // from the same digests. Ends with a barrier.
-  __device__ __forceinline__ bool compare(uint32_t epoch, const Patience &patience) {
+  // Waits for all digests and claims the gates of all ranks, with the warps that meet; false if one
+  // of them did not come in time or was revoked. Puts which requests are agreed on: every rank
+  // comes to the same result from the same digests. A barrier has to follow.
+  __device__ __forceinline__ bool compare(uint32_t epoch) {
+    Patience patience(own(), p_.time_limit_ns);
     bool ok = true;
     if (warp_id() == kClaimingWarp && stands_for_rank()) {
-      ok = claim_gate(own(), lane_id(), epoch, patience);
+      ok = claim_gate(own(), lane_id(), epoch, &patience);
     }
     uint64_t sum = 0;
-    for (uint32_t base = 0; base < num_requests(); base += kCooperativeThreads) {
-      const uint32_t request = base + threadIdx.x;
+    for (uint32_t base = warp_id() * kWarpSize; base < num_requests(); base += kMeetingThreads) {
+      const uint32_t request = base + lane_id();
       const bool exists = request < num_requests();
       Digests first = {0, 0};
       bool same = exists, same_hot = exists;
       for (uint32_t rank = 0; exists && ok && rank < num_ranks_; ++rank) {
         Digests digests;
-        ok = await_digests(own(), rank, request, epoch, patience, &digests);
+        ok = await_digests(own(), rank, request, epoch, &patience, &digests);
         if (rank == 0) first = digests;
         if (rank == rank_) sum += digest_of_request(digests.host, request);
         same = same && digests.host == first.host;
@@ -366,18 +391,15 @@ class CooperativeBlock {
       const uint32_t agreed = __ballot_sync(kFullWarp, ok && same);
       const uint32_t equal = __ballot_sync(kFullWarp, ok && same_hot);
       const uint32_t different = __ballot_sync(kFullWarp, ok && exists && !same);
-      if (lane_id() == 0 && base / 32 + warp_id() < kMaxRequests / 32) {
-        s_->agreed[base / 32 + warp_id()] = agreed;
-        s_->same_hot[base / 32 + warp_id()] = equal;
+      if (lane_id() == 0) {
+        s_->agreed[base / kWarpSize] = agreed;
+        s_->same_hot[base / kWarpSize] = equal;
         if (different != 0) atomicAdd(&s_->num_different, static_cast<uint32_t>(__popc(different)));
       }
     }
     sum = warp_sum(sum);
     if (lane_id() == 0) s_->list_sum[warp_id()] = sum;
-    // Orders the digests and gates of the others before reads of their hot rows and writes to them,
-    // together with the barrier.
-    if (compares()) fence_system();
-    return __syncthreads_or(!ok) == 0;
+    return ok;
   }
 
   // Tells the other ranks that this block writes no more, and waits for their blocks of its number.
@@ -392,10 +414,8 @@ class CooperativeBlock {
         store_relaxed(&channel(lane_id())->done[rank_][blockIdx.x], done_word(epoch, is_shared));
       }
       __syncwarp();  // no lane waits before every rank was told
-      const Patience patience(own(), p_.time_limit_ns);
-      if (ok && stands_for_rank()) ok = await_done(own(), lane_id(), blockIdx.x, epoch, patience);
-      // Orders what the other ranks wrote here before whatever follows the launch.
-      fence_system();
+      Patience patience(own(), p_.time_limit_ns);
+      if (ok && stands_for_rank()) ok = await_done(own(), lane_id(), blockIdx.x, epoch, &patience);
     } else if (blockIdx.x == 0 && warp_id() == 1 && is_shared) {
       count_launch(share);
     }
@@ -409,7 +429,7 @@ class CooperativeBlock {
       if (is_agreed(request)) num_rows += share.size(request, count_of(request));
     }
     num_rows = __reduce_add_sync(kFullWarp, num_rows);
-    const uint64_t sum = warp_sum(lane_id() < kCooperativeWarps ? s_->list_sum[lane_id()] : 0);
+    const uint64_t sum = warp_sum(lane_id() < kMeetingWarps ? s_->list_sum[lane_id()] : 0);
     if (lane_id() != 0) return;
     uint64_t *counters = own()->counters;
     counters[HOTPAGE_CHANNEL_SHARED_LAUNCHES] += 1;

@@ -11,12 +11,15 @@ namespace hotpage {
 
 constexpr int kCooperativeThreads = 512;
 constexpr int kCooperativeWarps = kCooperativeThreads / kWarpSize;
-// Has no request to look at in all but the largest batches.
-constexpr int kClaimingWarp = kCooperativeWarps - 1;
-// Warps that read their first rows while the ranks meet, unless they look at requests.
-constexpr int kFirstEarlyWarp = 4;
-constexpr int kEndOfEarlyWarps = 12;
+// Warps that meet the other ranks come first; those that read meanwhile follow. More of these would
+// hold up the words of the meeting, fewer would leave the bus idle; see benches/gpu/README.md.
+constexpr int kMeetingWarps = 8;
+constexpr int kMeetingThreads = kMeetingWarps * kWarpSize;
+constexpr int kEarlyWarps = 4;
+// Has no request to look at in all but large batches.
+constexpr int kClaimingWarp = kMeetingWarps - 1;
 static_assert(kMaxRequests == 2 * kCooperativeThreads, "a thread takes two requests");
+static_assert(kMeetingWarps + kEarlyWarps <= kCooperativeWarps, "a warp does one or the other");
 static_assert(kMaxRanks * kRowsPerChunk <= kWarpSize, "a lane holds one rank's target of a row");
 
 struct CooperativeArgs {
@@ -34,13 +37,42 @@ inline CooperativeArgs plan_cooperative(const hotpage_cooperative_copy_params &p
 }
 
 struct CooperativeShared {
-  uint64_t entry_sum[kCooperativeWarps][2];  // each warp's part of a request's sums, host and hot
-  uint64_t list_sum[kCooperativeWarps];      // each warp's part of the list's digest
+  uint64_t entry_sum[kMeetingWarps][2];  // each warp's part of a request's sums, host and hot
+  uint64_t list_sum[kMeetingWarps];      // each warp's part of the list's digest
+  uint32_t num_summed[kMeetingWarps];    // [own request]: warps that have put their part
   uint32_t first_of_request[kMaxRequests];
   uint32_t agreed[kMaxRequests / 32];    // bit r % 32 of word r / 32: all ranks list the same rows
   uint32_t same_hot[kMaxRequests / 32];  // and keep them in the same hot rows
   uint32_t num_different;                // requests that are not agreed on
   WarpWords<kCooperativeWarps> totals;
+};
+
+// The requests that a block tells the other ranks of: those whose number is its own modulo the
+// blocks. So many of the warps that meet share a request that all are under way at once, where they
+// can be.
+struct OwnRequests {
+  uint32_t num;
+  uint32_t num_parts;  // warps that share a request
+  uint32_t block, num_blocks;
+
+  __device__ __forceinline__ OwnRequests(uint32_t num_requests, uint32_t block_number,
+                                         uint32_t blocks)
+      : num(num_requests > block_number ? (num_requests - block_number - 1) / blocks + 1 : 0),
+        num_parts(num > 4 ? 1 : num > 2 ? 2 : num > 1 ? 4 : 8), block(block_number),
+        num_blocks(blocks) {
+    static_assert(kMeetingWarps == 8, "all warps share a single request");
+  }
+  __device__ __forceinline__ uint32_t request(uint32_t number) const {
+    return block + number * num_blocks;
+  }
+  // Number of the warp's first request, and from one of its requests to the next.
+  __device__ __forceinline__ uint32_t first() const { return warp_id() / num_parts; }
+  __device__ __forceinline__ uint32_t num_at_once() const { return kMeetingWarps / num_parts; }
+  // The lane's first entry of a list, and from one of its entries to the next.
+  __device__ __forceinline__ uint32_t first_entry() const {
+    return warp_id() % num_parts * kWarpSize + lane_id();
+  }
+  __device__ __forceinline__ uint32_t step() const { return num_parts * kWarpSize; }
 };
 
 // Which of a request's misses are meant: those that this rank fetches for all, the others, or all.

@@ -24,26 +24,40 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-// A lane's part of the sum over a list's entries from `first` on, every `step`th of them. The list
-// has room for `length` entries, of which the first `count` are its own.
-__device__ __forceinline__ uint64_t sum_entries(const int32_t *entries, uint32_t length,
+// A lane's part of a list: some entries from one on, every `step`th of them.
+struct Entries {
+  static constexpr uint32_t kNum = 4;
+  int32_t value[kNum];
+
+  // All reads are under way when this returns.
+  __device__ __forceinline__ void read(const int32_t *list, uint32_t end, uint32_t first,
+                                       uint32_t step) {
+#pragma unroll
+    for (uint32_t i = 0; i < kNum; ++i) {
+      const uint32_t at = first + i * step;
+      value[i] = at < end ? __ldcg(list + at) : 0;
+    }
+  }
+  // What those before `count` add to the list's sum.
+  __device__ __forceinline__ uint64_t sum(uint32_t count, uint32_t first, uint32_t step) const {
+    uint64_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kNum; ++i) {
+      const uint32_t at = first + i * step;
+      if (at < count) sum += mix_bits(uint64_t{at + 1} << 32 | static_cast<uint32_t>(value[i]));
+    }
+    return sum;
+  }
+};
+
+// A lane's part of the sum over a list's `count` entries from `first` on, every `step`th of them.
+// `entries` are the first, which need not wait for the count to be known.
+__device__ __forceinline__ uint64_t sum_entries(const int32_t *list, Entries entries,
                                                 uint32_t count, uint32_t first, uint32_t step) {
-  constexpr uint32_t kLoads = 4;
-  uint64_t sum = 0;
-  // The first reads do not wait for the count, which is itself under way.
-  for (uint32_t base = first, end = length; base < end; base += kLoads * step, end = count) {
-    int32_t found[kLoads];
-    // All reads are under way before the first is used.
-#pragma unroll
-    for (uint32_t i = 0; i < kLoads; ++i) {
-      const uint32_t at = base + i * step;
-      found[i] = at < end ? __ldcg(entries + at) : 0;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kLoads; ++i) {
-      const uint32_t at = base + i * step;
-      if (at < count) sum += mix_bits(uint64_t{at + 1} << 32 | static_cast<uint32_t>(found[i]));
-    }
+  uint64_t sum = entries.sum(count, first, step);
+  for (uint32_t at = first + Entries::kNum * step; at < count; at += Entries::kNum * step) {
+    entries.read(list, count, at, step);
+    sum += entries.sum(count, at, step);
   }
   return sum;
 }

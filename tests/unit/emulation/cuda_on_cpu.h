@@ -299,6 +299,7 @@ T atomicOr(T *at, T value) {
   return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
 }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
 template <class T>
 T __ldcg(const T *at) {
   return *at;

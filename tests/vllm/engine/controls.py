@@ -72,3 +72,11 @@ def _replace(engine: Engine, layer: int, batch: Batch) -> None:
     assert block != 0, "the page is not on the GPU"
     page = handle.view.cache[block]
     page[ROW % BLOCK] = page[OTHER % BLOCK]
+
+
+def attend_first_rows(group: int, logical: torch.Tensor, batch: Batch) -> None:
+    """A selection by position in the place of the indexer's, as `Probe.before_resolve`."""
+    del group
+    last = torch.tensor(batch.last_positions[: logical.shape[0]], device=logical.device)
+    column = torch.arange(logical.shape[1], device=logical.device, dtype=logical.dtype)
+    logical.copy_(torch.where(column <= last[:, None], column, -1))

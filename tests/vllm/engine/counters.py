@@ -64,3 +64,9 @@ def hot_counts(engine: Engine) -> tuple[int, int]:
     else:
         counts = [group.hisparse_group.swap_stats.tolist() for group in engine.groups]
     return sum(hits for hits, _ in counts), sum(misses for _, misses in counts)
+
+
+def regions_granted_again(engine: Engine) -> list[str]:
+    """Requests that gave a hot region back and have one now; native only."""
+    tracked = engine.coordinator._tracked
+    return [name for name, entry in tracked.items() if entry.gave_back and entry.hot]

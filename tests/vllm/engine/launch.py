@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.models import UNEVEN, fill_weights
+
 EngineName = Literal["native", "upstream", "none"]
 """`none`: without HiSparse, all KV resident, vLLM's other kernels."""
 
@@ -61,6 +63,7 @@ class EngineSpec:
         max_num_batched_tokens: tokens of a step at most.
         mtp: speculative tokens of the MTP layer; 0 for none.
         seed: of the weights.
+        query_scale: of the weights, as in `models.fill_weights`.
         options: further keys of `kv_connector_extra_config`.
     """
 
@@ -74,6 +77,7 @@ class EngineSpec:
     max_num_batched_tokens: int = 2048
     mtp: int = 0
     seed: int = 7
+    query_scale: float = UNEVEN
     options: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
@@ -136,7 +140,7 @@ class Engine:
             from hotpage.vllm import plugin
 
             plugin.activate()
-        _seed_weights(spec.seed)
+        _seed_weights(spec.seed, spec.query_scale)
         from vllm import LLM
 
         started = time.perf_counter()
@@ -218,13 +222,11 @@ class Engine:
         torch.cuda.empty_cache()
 
 
-def _seed_weights(seed: int) -> None:
+def _seed_weights(seed: int, query_scale: float) -> None:
     """Makes the dummy loader draw ours."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    from engine.models import fill_weights
-
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        fill_weights(model, seed)
+        fill_weights(model, seed, query_scale)
 
     DummyModelLoader.load_weights = load_weights

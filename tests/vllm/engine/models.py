@@ -16,6 +16,10 @@ from typing import Any
 import torch
 
 TOP_K = 2048
+UNEVEN = 3.0
+"""Query scale at which some rows weigh much more than others: one wrong row shows."""
+CALM = 1.0
+"""Query scale at which what other kernels round otherwise stays small."""
 VOCABULARY = 4096
 
 _COMMON: dict[str, Any] = {
@@ -125,11 +129,11 @@ def write_model(name: str, folder: Path, num_layers: int | None = None) -> Path:
     return folder
 
 
-def fill_weights(model: torch.nn.Module, seed: int) -> None:
+def fill_weights(model: torch.nn.Module, seed: int, query_scale: float) -> None:
     """Fills every parameter from its name and the seed, before vLLM derives others from it.
 
-    Matrices keep the variance of what they multiply; the query's is larger, so that attention is
-    uneven and some rows weigh much more than others.
+    Matrices keep the variance of what they multiply, but the query's, which has `query_scale` times
+    the deviation: the larger it is, the more uneven is attention.
     """
     for name, weight in model.named_parameters():
         if weight.dim() < 2:
@@ -142,5 +146,5 @@ def fill_weights(model: torch.nn.Module, seed: int) -> None:
         if "embed_tokens" in name:
             scale = 1.0
         elif "q_b_proj" in name:
-            scale *= 3.0
+            scale *= query_scale
         weight.data.copy_(values.normal_(0.0, scale, generator=generator))

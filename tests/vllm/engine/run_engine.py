@@ -5,8 +5,9 @@
     python tests/vllm/engine/run_engine.py memory --model glm-5.2 --engine native --json FILE
 
 `check` serves one workload with an ample and with a small GPU pool and compares them bit by bit,
-plants faults, and compares with vLLM without HiSparse. `memory` measures what the registration of
-the KV caches adds. Both print a table and end with status 1 if a check failed.
+plants faults, and compares with vLLM's own worker side and with vLLM without HiSparse. `memory`
+measures what the registration of the KV caches adds. Both print a table and end with status 1 if a
+check failed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import compare, controls, determinism, faults, poison
-from engine.counters import UNDER_PRESSURE, Counters
+from engine.counters import UNDER_PRESSURE, Counters, regions_granted_again
 from engine.launch import Engine, EngineName, EngineSpec, require_gpu, set_environment
-from engine.models import MODELS, write_model
+from engine.models import CALM, MODELS, UNEVEN, write_model
 from engine.probe import Probe
-from engine.workload import Scale, Served, Turn, make_turns, serve
+from engine.workload import Scale, Served, Turn, make_returning_turns, make_turns, serve
 
+RETURNING = {"deepseek-v3.2": 4600, "glm-5.2": 2250}
+"""GPU blocks with room for one request beyond twice the watermark, and not for five."""
 SMALL = {"deepseek-v3.2": 3100, "glm-5.2": 2250}
 """GPU blocks that hold the workload only with pages given up and requests preempted."""
 AMPLE = 9000
-PHASES = ("ample", "control", "small", "faults", "views", "baseline")
+BASELINE = 3000
+PHASES = ("ample", "control", "small", "faults", "views", "regions", "upstream", "baseline")
 TOLERANCE = 0.1
 """Most mean difference of log probabilities to other kernels, relative to unrelated outputs."""
+RETURN_STEPS = 4
+"""Steps of full residency after which a hot region is given back, where that is looked at."""
 REGISTRATION_LIMIT = 16 << 20
 SEED = 1
 
@@ -110,14 +116,26 @@ class Check:
             with self._engine("small", blocks) as engine:
                 if engine is not None:
                     self._run_small(engine, phases)
-        if "baseline" in phases:
-            with self._engine("baseline", 3000, name="none") as engine:
+        if self._arguments.engine == "native" and "regions" in phases:
+            blocks = RETURNING[self._arguments.model]
+            with self._engine("regions", blocks, hot_return_steps=RETURN_STEPS) as engine:
                 if engine is not None:
-                    self._run_baseline(engine)
+                    self._run_regions(engine)
+        if self._arguments.engine == "native" and "upstream" in phases:
+            with self._engine("upstream", AMPLE, name="upstream") as engine:
+                if engine is not None:
+                    self._run_upstream(engine)
+        if "baseline" in phases:
+            self._run_baseline()
 
     @contextlib.contextmanager
     def _engine(
-        self, label: str, blocks: int, name: EngineName | None = None
+        self,
+        label: str,
+        blocks: int,
+        name: EngineName | None = None,
+        query_scale: float = UNEVEN,
+        **options: Any,
     ) -> Iterator[Engine | None]:
         engine = None
         with self._report.check(f"start {label}") as facts:
@@ -125,7 +143,8 @@ class Check:
                 self._model,
                 name or self._arguments.engine,
                 blocks,
-                options=self._arguments.options,
+                query_scale=query_scale,
+                options={**options, **self._arguments.options},
             )
             engine = Engine(spec)
             facts["seconds"] = round(engine.seconds_to_start, 1)
@@ -260,18 +279,62 @@ class Check:
             # vLLM's own readers use these views: here the check must fail.
             assert found, "the pattern was read and not found"
 
-    def _run_baseline(self, engine: Engine) -> None:
-        with self._report.check("log probabilities of other kernels") as facts:
+    def _run_regions(self, engine: Engine) -> None:
+        """Hot regions that are given back while their requests run on, and granted again."""
+        coordinator = engine.coordinator
+        granted_again: set[str] = set()
+
+        def note() -> bool:
+            granted_again.update(regions_granted_again(engine))
+            return False
+
+        with self._report.check("hot regions return and are granted again") as facts:
             probe = Probe(engine)
-            outcomes, served = self._serve(engine, probe, self._turns, facts)
-            if self._ample is None:
+            before = coordinator.core.stats()
+            self._serve(engine, probe, make_returning_turns(SEED + 30), facts, note)
+            now = coordinator.core.stats()
+            for name in ("hot_regions_granted", "hot_regions_returned", "pages_adopted"):
+                facts[name] = now[name] - before[name]
+            facts["granted again"] = sorted(granted_again)
+            assert granted_again, "no request was granted a region again"
+
+    def _run_upstream(self, engine: Engine) -> None:
+        """vLLM's own worker side: a prefill that reads wrong rows would differ."""
+        with self._report.check("ample = vLLM's own, bit by bit") as facts:
+            run = self._serve(engine, Probe(engine), self._turns, facts)
+            assert self._ample is not None, "the ample run is missing"
+            self._compare(run, facts)
+
+    def _run_baseline(self) -> None:
+        """A small pool against vLLM without HiSparse, whose kernels round otherwise."""
+        runs: dict[str, tuple[dict, Served]] = {}
+        blocks = self._arguments.gpu_blocks or SMALL[self._arguments.model]
+        with self._engine("calm", blocks, query_scale=CALM) as engine:
+            if engine is None:
                 return
-            runs = (self._ample[1], served)
-            far = compare.distance(self._ample[0], outcomes, self._turns, runs)
-            facts["positions"] = far.num_positions
-            facts["mean difference"] = round(far.mean, 4)
-            facts["of unrelated outputs"] = round(far.shuffled, 4)
-            assert far.mean <= TOLERANCE * far.shuffled, "outputs are another model's"
+            probe = Probe(engine)
+            with self._report.check("calm small pool") as facts:
+                runs["ours"] = self._serve(engine, probe, self._turns, facts)
+                engine.drain()
+            with self._report.check("calm, first rows attended") as facts:
+                probe.before_resolve = controls.attend_first_rows
+                runs["first rows"] = self._serve(engine, probe, self._turns, facts)
+        with self._engine("baseline", BASELINE, name="none", query_scale=CALM) as engine:
+            if engine is None:
+                return
+            with self._report.check("log probabilities of other kernels") as facts:
+                baseline = self._serve(engine, Probe(engine), self._turns, facts)
+                far = {
+                    name: compare.distance(run[0], baseline[0], self._turns, (run[1], baseline[1]))
+                    for name, run in runs.items()
+                }
+                facts["positions"] = far["ours"].num_positions
+                facts["mean difference"] = round(far["ours"].mean, 4)
+                facts["with the first rows attended"] = round(far["first rows"].mean, 4)
+                facts["of unrelated outputs"] = round(far["ours"].shuffled, 4)
+                most = TOLERANCE * far["ours"].shuffled
+                assert far["ours"].mean <= most, "outputs are another model's"
+                assert far["first rows"].mean > most, "attended rows do not matter"
 
 
 def _launch_counts(engine: Engine) -> dict[str, int]:

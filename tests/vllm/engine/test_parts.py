@@ -11,11 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from engine import compare, digests, faults, launch, models  # noqa: E402
+from engine import compare, controls, digests, faults, launch, models  # noqa: E402
 from engine.determinism import select  # noqa: E402
 from engine.launch import BLOCK  # noqa: E402
-from engine.probe import Outcome, Probe  # noqa: E402
-from engine.workload import Scale, Served, Turn, make_turns  # noqa: E402
+from engine.probe import Batch, Outcome, Probe  # noqa: E402
+from engine.workload import (  # noqa: E402
+    Scale,
+    Served,
+    Turn,
+    _may_arrive,
+    make_returning_turns,
+    make_turns,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -60,6 +67,28 @@ def test_turns_share_prefixes_and_are_the_same_for_a_seed() -> None:
     assert "c0" in turns["c0b"].after
     assert sum(turn.abort_at is not None for turn in turns.values()) == 1
     assert make_turns(2, Scale())[0].tokens != turns["c0"].tokens
+
+
+def test_a_turn_may_arrive_while_another_answers() -> None:
+    first, returning, *others = make_returning_turns(3)
+    assert returning.tokens[: len(first.tokens)] == first.tokens
+    assert returning.after == (first.name,)
+    assert others
+    name, length = others[0].during or ("", 0)
+    assert name == returning.name
+    served = Served(answers={})
+    assert not _may_arrive(returning, served, {})
+    served.answers[first.name] = 4
+    assert _may_arrive(returning, served, {})
+    assert not _may_arrive(others[0], served, {name: length - 1})
+    assert _may_arrive(others[0], served, {name: length})
+
+
+def test_first_rows_stand_in_for_a_selection() -> None:
+    logical = torch.tensor([[4, 9, 11, -1], [7, 6, 5, 4]], dtype=torch.int32)
+    batch = Batch(["a", "b", "c"], [1, 7, 0], [1, 1, 6], 2, torch.zeros(3))
+    controls.attend_first_rows(0, logical, batch)
+    assert logical.tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
 
 
 def _outcome(history: int, value: float, attended: tuple[int, ...]) -> Outcome:

@@ -27,6 +27,7 @@ class Turn:
         prompt: number of tokens of the prompt.
         after: the turns that must have ended before this one arrives.
         abort_at: answer tokens after which the user leaves; None for never.
+        during: a running turn, and its answer's length at which this one arrives.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Turn:
     prompt: int
     after: tuple[str, ...] = ()
     abort_at: int | None = None
+    during: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,25 @@ def make_turns(seed: int, scale: Scale) -> list[Turn]:
     return firsts + seconds
 
 
+def make_returning_turns(seed: int, num_others: int = 4) -> list[Turn]:
+    """A second turn whose pages are all still on the GPU, and others that take them from it later.
+
+    It is granted a hot region for its prefix, finds the GPU copies and gives the region back, and
+    needs one again when the others come.
+    """
+    draw, scale = random.Random(seed), Scale()
+    first = _draw_tokens(draw, scale.prompt)
+    more = _draw_tokens(draw, scale.second_prompt + 160)
+    turns = [
+        Turn("r0", tuple(first), scale.prompt - 4),
+        Turn("r0b", (*first, *more), scale.prompt + scale.second_prompt, after=("r0",)),
+    ]
+    for at in range(num_others):
+        tokens = tuple(_draw_tokens(draw, scale.prompt + 80))
+        turns.append(Turn(f"r{at + 1}", tokens, scale.prompt, during=("r0b", 30)))
+    return turns
+
+
 def _draw_tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(2, VOCABULARY) for _ in range(count)]
 
@@ -107,9 +128,10 @@ def serve(
     llm = engine.llm.llm_engine
     with _counted_preemptions(engine, served):
         waiting, running = list(turns), dict[str, Turn]()
+        answered: dict[str, int] = {}
         while waiting or running:
             assert served.num_steps < max_steps, f"no end after {max_steps} steps"
-            for turn in [t for t in waiting if all(name in served.answers for name in t.after)]:
+            for turn in [t for t in waiting if _may_arrive(t, served, answered)]:
                 waiting.remove(turn)
                 running[turn.name] = turn
                 sampling = SamplingParams(
@@ -127,6 +149,7 @@ def serve(
                     continue
                 answer = list(output.outputs[0].token_ids)
                 _check_answer(turn, answer)
+                answered[turn.name] = len(answer)
                 if output.finished:
                     assert len(answer) == len(turn.tokens) - turn.prompt, turn.name
                 elif turn.abort_at is None or len(answer) < turn.abort_at:
@@ -140,6 +163,12 @@ def serve(
                 llm.abort_request(list(running))
                 break
     return served
+
+
+def _may_arrive(turn: Turn, served: Served, answered: dict[str, int]) -> bool:
+    if turn.during is not None and answered.get(turn.during[0], 0) < turn.during[1]:
+        return False
+    return all(name in served.answers for name in turn.after)
 
 
 def _check_answer(turn: Turn, answer: list[int]) -> None:
