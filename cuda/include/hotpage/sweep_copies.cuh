@@ -3,9 +3,9 @@
 // together, so that the rows on the bus come from one part of it.
 //
 // Contract: as in copy_rows.cuh, of which this is another way to go through the list, but the grid
-// is one cluster of up to kMostSweepBlocks blocks, a power of two. A row
-// that lies alone in the host pool costs a translation of its address, and those are cheaper in the
-// order of addresses with few rows on the bus at a time.
+// is one cluster of up to kMostSweepBlocks blocks, a power of two. A row that lies alone in the
+// host pool costs a translation of its address, and those are cheaper in the order of addresses
+// with few rows on the bus at a time.
 //
 // The blocks sort the list through each other's shared memory: each counts a part of it by bucket
 // of host rows, adds up the counts of all, and puts its part's copies where their ranks say. Then
@@ -21,8 +21,8 @@ namespace hotpage {
 
 // Clusters of this size need no leave, and fill the bus with short rows.
 constexpr uint32_t kMostSweepBlocks = 8;
-// Bytes of the host pool between copies, on average, from which on translation is slower than the
-// bus: half of the warps then have fewer pages of it under way.
+// Bytes of the host pool between copies, on average, from which on half of the warps are faster:
+// they have fewer translations under way. See benches/gpu/README.md.
 constexpr int64_t kSparseBytesPerCopy = 768 << 10;
 // Sorted copies that a block keeps for all: whole chunks, and ranks of 16 bits in a window.
 constexpr uint32_t kKeptCopies = 8188;
@@ -194,7 +194,7 @@ __device__ __forceinline__ void sort_copies(const CopyArgs &args, const BucketMa
   cluster_sync();  // orders all sorted copies, and the first chunk's number, before they are read
 }
 
-// The next chunk of the sorted list, for the whole warp; known to the first lane until it is shared.
+// The next chunk of the sorted list for the warp; its first lane knows it.
 __device__ __forceinline__ uint32_t take_chunk(SweepShared *s) {
   return lane_id() == 0 ? atomicAdd(cluster_peer(&s->next_chunk, 0), 1u) : 0u;
 }
@@ -217,16 +217,14 @@ __device__ __forceinline__ void copy_sorted(const CopyArgs &args, SweepShared *s
       const SortedCopy copy = *place_of_rank(s, rank);
       mine = rows_of(args.p, layer, copy.host_row, copy.hot_row);
     }
-    copy_chunk(args.units, mine,
-               min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk));
+    copy_chunk(args.units, mine, min(uint32_t{kRowsPerChunk}, num_items - chunk * kRowsPerChunk));
     chunk = __shfl_sync(kFullWarp, next, 0);
   }
 }
 
 // What a block does once the copy list is there.
 __device__ __forceinline__ void copy_swept(const CopyArgs &args, SweepShared *s) {
-  const uint32_t num_copies =
-      sum_copy_counts(args.p, s->copy.first_of_request, &s->copy.totals);
+  const uint32_t num_copies = sum_copy_counts(args.p, s->copy.first_of_request, &s->copy.totals);
   if (num_copies < kLeastSwept * cluster_size()) {
     copy_slice(args, s->copy.first_of_request, num_copies, cluster_size());
     return;
