@@ -321,10 +321,13 @@ class Staging:
             op(1, rows, stream())
 
     def check(self) -> None:
-        """Compares raw rows of the last chunk that came from the host."""
-        torch.cuda.synchronize()
-        first = self.num_rows - self.bound[-1][1]
+        """Stages the chunk of the last host-only row again and compares raw rows with the pool."""
         end = self.context // BLOCK_SIZE * BLOCK_SIZE
+        number = (end - 1) // self.chunk
+        first = number * self.chunk
+        op, rows = self.bound[number]
+        op(1, rows, stream())
+        torch.cuda.synchronize()
         for position in (first, (first + end) // 2, end - 1):
             block = int(self.host_blocks[position // BLOCK_SIZE])
             for layer, out in zip(self.model.layers, self.out, strict=True):
@@ -444,30 +447,32 @@ def main() -> int:
     torch.manual_seed(0)
     unit = PoolLayout((1,), BLOCK_SIZE, ROW_BYTES, int(args.pool_gb * 1e9) // 41_984)
     ram = int(args.ram_gb * 1e9) if args.ram_gb else None
-    cells: list[Cell] = []
+    print(f"{torch.cuda.get_device_name()}, pool of {args.pool_gb:g} GB, rows of {ROW_BYTES} bytes")
+
+    def emit(cells: Sequence[Cell]) -> None:
+        for what, figure, target in cells:
+            print(f"{what:64} {figure:26} {target}", flush=True)
+
     with HostPool(unit, ram_bytes=ram) as host_pool:
         pool = host_pool.bytes_tensor()
         scratch = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
         for to_device, name in ((True, "H2D"), (False, "D2H")):
             gbps = memcpy_gbps(pool[: 1 << 30], scratch, to_device)
-            cells.append((f"roof: memcpy 1 GiB {name}", f"{gbps:.1f} GB/s", ""))
+            emit([(f"roof: memcpy 1 GiB {name}", f"{gbps:.1f} GB/s", "")])
         del scratch
         groups = GLM if args.layers == "glm" else (4,)
         if "mirror" in parts:
-            cells += bench_mirror(pool, groups, args.repeats)
+            emit(bench_mirror(pool, groups, args.repeats))
         if "pages" in parts:
-            cells += bench_pages(pool, groups, args.repeats)
+            emit(bench_pages(pool, groups, args.repeats))
         if "decode" in parts:
-            cells += bench_decode(pool)
+            emit(bench_decode(pool))
         if "invalidate" in parts:
-            cells += bench_invalidate(find_sources(args.vllm_sources))
+            emit(bench_invalidate(find_sources(args.vllm_sources)))
         if "stage" in parts:
-            cells += bench_stage(pool)
+            emit(bench_stage(pool))
         torch.cuda.synchronize()
         del pool
-    print(f"{torch.cuda.get_device_name()}, pool of {args.pool_gb:g} GB, rows of {ROW_BYTES} bytes")
-    for what, figure, target in cells:
-        print(f"{what:64} {figure:26} {target}")
     return 0
 
 

@@ -18,12 +18,16 @@ using CopyKernel = void (*)(CopyArgs);
 constexpr int32_t kMinBlockSize = 1;
 constexpr int32_t kMaxBlockSize = 128;
 
-// True if rows are so short that the order in which they are copied matters. A sweep numbers the
-// places of the list with 32 bits.
+// True if rows are so short that the order in which they are copied matters.
 bool may_sweep(const hotpage_copy_params &p, bool layers_innermost) {
-  const int64_t read_bytes = int64_t{p.row_bytes} * (layers_innermost ? p.num_layers : 1);
-  return read_bytes < kWideReadBytes &&
-         int64_t{p.num_requests} * p.copy_list_stride <= int64_t{UINT32_MAX};
+  return int64_t{p.row_bytes} * (layers_innermost ? p.num_layers : 1) < kWideReadBytes;
+}
+
+// Blocks of a sweep's cluster: the largest power of two within the caller's bound.
+unsigned num_sweep_blocks(int32_t max_blocks) {
+  unsigned blocks = kMostSweepBlocks;
+  while (max_blocks > 0 && blocks > static_cast<unsigned>(max_blocks)) blocks /= 2;
+  return blocks;
 }
 
 }  // namespace
@@ -53,21 +57,28 @@ hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve
       sweeps ? (after_resolve ? sweep_copies_kernel<true> : sweep_copies_kernel<false>)
              : (after_resolve ? copy_rows_kernel<true> : copy_rows_kernel<false>);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
   config.blockDim = dim3(kCopyThreads);
   config.stream = stream;
   if (sweeps) {
+    config.gridDim = dim3(num_sweep_blocks(params.max_blocks));
     config.dynamicSmemBytes = sizeof(SweepShared);
     // Idempotent, and allowed inside a capture.
     const cudaError_t raised = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SweepShared));
     if (raised != cudaSuccess) return status_of(raised);
+    cudaLaunchAttribute &cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {config.gridDim.x, 1, 1};
+  } else {
+    config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = after_resolve ? 1 : 0;
+  if (after_resolve) {
+    cudaLaunchAttribute &early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   return status_of(cudaLaunchKernelEx(&config, kernel, args));
 }
 

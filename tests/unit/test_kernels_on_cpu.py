@@ -187,14 +187,14 @@ def test_copies_move_every_row_of_the_list_and_nothing_else(
 
 
 SWEEPS = {
-    # Every block gets tiles of its own, whatever it holds of each request.
-    "many requests": ([0, 300, 0, 0, 17, 900, 1, 400], 5000, 4, 1),
-    "two layers": ([700, 0, 800], 5000, 3, 2),
-    # More copies than a block holds at a time.
-    "several windows": ([9000, 9000, 500], 40_000, 2, 1),
-    # Some blocks have no part in it.
-    "more blocks than sweep": ([1500, 1600], 5000, 20, 1),
-    # Too few for tiles of every block: sliced instead.
+    # Every block gets chunks of its own, whatever it holds of each request.
+    "many requests": ([0, 700, 0, 0, 17, 1900, 1, 800], 5000, 4, 1),
+    "two layers": ([1300, 0, 1401], 5000, 2, 2),
+    "one block": ([1300, 1100], 5000, 1, 1),
+    # More copies than the blocks hold at a time, the last window shorter than a chunk a block.
+    "several windows": ([9000, 9000, 14_771], 40_000, 2, 1),
+    "most blocks": ([1500, 1603], 5000, 20, 1),
+    # Too few to sort: sliced instead.
     "few copies": ([100, 100], 5000, 16, 1),
     "none": ([0, 0], 5000, 16, 1),
 }
@@ -210,10 +210,20 @@ def test_sweeps_move_every_row_of_the_list_and_nothing_else(
     CopyCase(host_rows, layers, 16, rows, interleaved).check(kernels, blocks, sweeps=True)
 
 
-def test_rows_far_apart_are_sliced_instead(kernels: ctypes.CDLL) -> None:
-    far = 7_000_000
-    rows = random_rows(np.random.default_rng(4), far, [60, 80])
-    CopyCase(far, 1, 16, rows, False).check(kernels, 1, sweeps=True)
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_sweeps_go_through_the_pool_in_order(blocks: int, kernels: ctypes.CDLL) -> None:
+    pool = 5_000_000
+    rows = random_rows(np.random.default_rng(6), pool, [700, 0, 1, 1299, 900])
+    case = CopyCase(pool, 1, 16, rows, False)
+    order = np.empty(sum(len(r) for r in rows), np.int32)
+    status = kernels.emulate_sweep_order(
+        ctypes.byref(case.params), blocks, len(order), ctypes.c_void_p(order.ctypes.data)
+    )
+    assert status == 0
+    np.testing.assert_array_equal(np.sort(order), np.sort(np.concatenate(rows)))
+    # Inside a bucket, a 4,096th of the pool, any order will do.
+    bucket = (np.ptp(order) + 1) / 4096
+    assert int((np.maximum.accumulate(order) - order).max()) <= bucket + 1
 
 
 def test_rows_that_crowd_into_one_part_of_the_pool_are_copied(kernels: ctypes.CDLL) -> None:

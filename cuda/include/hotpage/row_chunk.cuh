@@ -54,6 +54,7 @@ struct HeldUnits {
 // which lie side by side are read as one range. All reads are under way when this returns.
 __device__ __forceinline__ void read_units(RowUnits units, const RowCopy &mine, uint32_t base,
                                            uint32_t num_units, HeldUnits *held) {
+  uint64_t sources[kUnitsPerLane];
 #pragma unroll
   for (int i = 0; i < kUnitsPerLane; ++i) {
     const uint32_t unit = base + i * kWarpSize + lane_id();
@@ -62,8 +63,13 @@ __device__ __forceinline__ void read_units(RowUnits units, const RowCopy &mine, 
     const uint64_t target = __shfl_sync(kFullWarp, mine.target, row % kRowsPerChunk);
     const uint32_t offset = (unit - row * units.per_row) * kUnitBytes;
     const bool is_held = unit < num_units && source != 0;
+    sources[i] = is_held ? source + offset : 0;
     held->target[i] = is_held ? target + offset : 0;
-    if (is_held) held->unit[i] = __ldcg(reinterpret_cast<const uint4 *>(source + offset));
+  }
+  // NOTE: a shuffle between two reads makes the compiler move what was read before it, and so wait.
+#pragma unroll
+  for (int i = 0; i < kUnitsPerLane; ++i) {
+    if (sources[i] != 0) held->unit[i] = __ldcg(reinterpret_cast<const uint4 *>(sources[i]));
   }
 }
 

@@ -12,10 +12,13 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -158,6 +161,38 @@ inline bool run_block(unsigned num_threads, unsigned index, unsigned grid, unsig
     if (!moved) return false;
   }
 }
+
+// Blocks that reach each other's shared memory, a thread of the CPU for each.
+class Cluster {
+ public:
+  explicit Cluster(std::vector<char *> shared) : shared_(std::move(shared)) {}
+  uint32_t size() const { return static_cast<uint32_t>(shared_.size()); }
+  // Meets the other blocks. A block that never comes is a deadlock.
+  void meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const unsigned meeting = meetings_;
+    if (++arrived_ == size()) {
+      arrived_ = 0;
+      ++meetings_;
+      all_here_.notify_all();
+    } else if (!all_here_.wait_for(lock, std::chrono::minutes(1),
+                                   [&] { return meetings_ != meeting; })) {
+      std::fputs("a block of the cluster never came to the others\n", stderr);
+      std::abort();
+    }
+  }
+  template <class T>
+  T *peer(T *own, unsigned self, unsigned rank) const {
+    return reinterpret_cast<T *>(reinterpret_cast<char *>(own) - shared_[self] + shared_[rank]);
+  }
+
+ private:
+  const std::vector<char *> shared_;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  unsigned arrived_ = 0, meetings_ = 0;
+};
+inline thread_local Cluster *cluster;
 
 struct ThreadNumber {
   operator unsigned() const { return block.running->number; }

@@ -4,7 +4,9 @@
 
 #include "cuda_runtime.h"
 
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
@@ -41,9 +43,37 @@ void copy_body(void *argument) {
   copy_list(*static_cast<const CopyArgs *>(argument), &shared);
 }
 
+struct Sweep {
+  CopyArgs args;
+  std::vector<SweepShared> shared;  // of each block
+};
+
 void sweep_body(void *argument) {
-  static SweepShared shared;
-  copy_swept(*static_cast<const CopyArgs *>(argument), &shared);
+  Sweep *sweep = static_cast<Sweep *>(argument);
+  copy_swept(sweep->args, &sweep->shared[blockIdx.x]);
+}
+
+// A cluster of as many blocks as the launcher takes, each in a thread of its own.
+int emulate_sweep(const CopyArgs &args, unsigned num_blocks, Sweep *sweep) {
+  unsigned size = kMostSweepBlocks;
+  while (size > num_blocks) size /= 2;
+  *sweep = {args, std::vector<SweepShared>(size)};
+  std::memset(static_cast<void *>(sweep->shared.data()), kPoison, size * sizeof(SweepShared));
+  std::vector<char *> shared;
+  for (SweepShared &block : sweep->shared) shared.push_back(reinterpret_cast<char *>(&block));
+  cpu::Cluster cluster(shared);
+  std::atomic<int> status = 0;
+  std::vector<std::thread> threads;
+  for (unsigned index = 0; index < size; ++index) {
+    threads.emplace_back([&, index] {
+      cpu::cluster = &cluster;
+      if (!cpu::run_block(kCopyThreads, index, size, index, sweep_body, sweep)) {
+        status = kDeadlock;
+      }
+    });
+  }
+  for (std::thread &thread : threads) thread.join();
+  return status;
 }
 
 }  // namespace
@@ -76,11 +106,28 @@ extern "C" int emulate_resolve(const hotpage_resolve_and_copy_params *params, un
 extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks *marks,
                             unsigned num_blocks, int sweeps) {
   CopyArgs args = plan_copy(*params, *marks);
-  const auto body = sweeps ? sweep_body : copy_body;
+  if (sweeps) {
+    Sweep sweep;
+    return emulate_sweep(args, num_blocks, &sweep);
+  }
   for (unsigned index = 0; index < num_blocks; ++index) {
-    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, body, &args)) return kDeadlock;
+    if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
   }
   return 0;
+}
+
+// Sweeps a list of one window and says in which order: its host rows, by rank.
+extern "C" int emulate_sweep_order(const hotpage_copy_params *params, unsigned num_blocks,
+                                   unsigned num_copies, int32_t *host_rows) {
+  Sweep sweep;
+  const int status = emulate_sweep(plan_copy(*params, {}), num_blocks, &sweep);
+  const unsigned size = static_cast<unsigned>(sweep.shared.size());
+  for (unsigned rank = 0; rank < num_copies; ++rank) {
+    const unsigned chunk = rank / kRowsPerChunk;
+    const unsigned at = chunk / size * kRowsPerChunk + rank % kRowsPerChunk;
+    host_rows[rank] = sweep.shared[chunk % size].kept[at].host_row;
+  }
+  return status;
 }
 
 // Orders of blocks and threads of the launches that follow.
