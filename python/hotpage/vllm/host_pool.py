@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from hotpage.errors import ConfigError
 from hotpage.memory import HostPool, PoolLayout
-from hotpage.vllm.options import native_options
+from hotpage.vllm._compat import check_vllm
+from hotpage.vllm.options import check_native, check_worker, native_options
 from hotpage.vllm.row_views import flat_rows, rows_as
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from hotpage.vllm.caches import BoundCaches
 
 logger = logging.getLogger(__name__)
+
+_FP8_DS_MLA_BYTES = 656
+
+# vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
+_KERNEL_BLOCK_SIZE = 64
 
 _pools: dict[str, NativeHostPool] = {}
 """By the instance id of vLLM's configuration, as vLLM keeps its own."""
@@ -51,13 +57,18 @@ class NativeHostPool:
 def allocate(host: HiSparseHostPool, size: int) -> None:
     """Makes the pool of a native configuration and puts it into vLLM's holder.
 
+    Every rank comes here, where graphs are captured while vLLM still profiles and knows of no
+    connector. So what a connector would refuse later is refused first: a pool takes minutes, and
+    the pools of several ranks may be more than the machine has.
+
     Args:
         host: vLLM's holder, empty.
         size: bytes that vLLM has counted for the pool.
 
     Raises:
         CapacityError: memory that cannot be had or pinned.
-        ConfigError: a size other than the layers'.
+        ConfigError: a setting that native does not serve, or a size other than the layers'.
+        UnsupportedVllmError: a vLLM whose internals are not known.
         ValueError: vLLM's own, for more than 95% of the RAM that is free.
     """
     import torch
@@ -68,6 +79,9 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
 
     options = native_options(host.vllm_config)
     assert options is not None
+    check_vllm()
+    check_native(host.vllm_config, options)
+    check_worker(host.vllm_config)
     config = host.kv_cache_config
     context = host.vllm_config.compilation_config.static_forward_context
     groups = index_groups(config, context)
@@ -80,11 +94,14 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
     block_bytes = {one.page_size_bytes for one in specs}
     if len(block_bytes) != 1 or next(iter(block_bytes)) % block_size:
         raise ConfigError("the layers have rows of different widths; use one KV cache dtype")
+    row_bytes = block_bytes.pop() // block_size
+    runtime = context[groups[0][0]].hisparse_cache.runtime
+    _check_sizes(block_size, row_bytes, runtime.kv_dtype.itemsize, runtime.region_stride)
     assert config.hisparse_host_num_blocks is not None
     layout = PoolLayout(
         index_groups=tuple(len(names) for names in groups),
         block_size=block_size,
-        row_bytes=block_bytes.pop() // block_size,
+        row_bytes=row_bytes,
         num_host_blocks=config.hisparse_host_num_blocks,
         row_interleaved=options.resolved_host_layout == "row_interleaved",
     )
@@ -108,6 +125,28 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
         options.resolved_host_layout,
         "unknown" if pool.numa_node is None else pool.numa_node,
     )
+
+
+def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: int) -> None:
+    """Raises ConfigError for blocks, rows or hot regions that native does not serve.
+
+    fp8 rows of another format go by the same name in vLLM.
+    """
+    if block_size != _KERNEL_BLOCK_SIZE:
+        raise ConfigError(
+            f"engine native serves blocks of {_KERNEL_BLOCK_SIZE} tokens, the caches have "
+            f"{block_size}; set --block-size {_KERNEL_BLOCK_SIZE}"
+        )
+    if element_bytes == 1 and row_bytes != _FP8_DS_MLA_BYTES:
+        raise ConfigError(
+            f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
+            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
+        )
+    if hot_rows % block_size:
+        raise ConfigError(
+            f"device_buffer_size is {hot_rows}, expected a multiple of the block size; set "
+            f"{-(-hot_rows // block_size) * block_size} in hisparse_config"
+        )
 
 
 def host_pool_of(vllm_config: VllmConfig) -> NativeHostPool:

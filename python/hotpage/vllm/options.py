@@ -109,15 +109,33 @@ def native_options(config: VllmConfig) -> Options | None:
     return None
 
 
+_OR_UPSTREAM = 'or set "engine": "upstream" in kv_connector_extra_config'
+
+
 def check_worker(config: VllmConfig) -> None:
-    """Refuses what the native worker was not proven to serve.
+    """Refuses what the native worker was not proven to serve; for a worker's own configuration.
 
     Raises:
         ConfigError: one sentence that names the setting and the remedy.
     """
+    check_steps(config)
+    if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
+        raise ConfigError(
+            f"engine native does not serve kv_cache_dtype {config.cache_config.cache_dtype} yet; "
+            f"use fp8_ds_mla {_OR_UPSTREAM}"
+        )
+
+
+def check_steps(config: VllmConfig) -> None:
+    """The part of `check_worker` that the engine core can check, too: attention layers may give
+    their worker's `cache_dtype` another name.
+
+    Raises:
+        ConfigError: as `check_worker`.
+    """
     from vllm.config import CUDAGraphMode
 
-    remedy = 'or set "engine": "upstream" in kv_connector_extra_config'
+    remedy = _OR_UPSTREAM
     if config.parallel_config.world_size > 1:
         raise ConfigError(
             f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
@@ -130,11 +148,6 @@ def check_worker(config: VllmConfig) -> None:
     if config.num_speculative_tokens:
         raise ConfigError(
             f"engine native does not serve speculative decoding yet; drop it {remedy}"
-        )
-    if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
-        raise ConfigError(
-            f"engine native does not serve kv_cache_dtype {config.cache_config.cache_dtype} yet; "
-            f"use fp8_ds_mla {remedy}"
         )
 
 
