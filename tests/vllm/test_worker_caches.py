@@ -21,7 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.hisparse import binding, runtime
 from worker_on_cpu import BF16, BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
 
-from hotpage.errors import CapacityError, ConfigError, UnsupportedVllmError
+from hotpage.errors import (
+    CapacityError,
+    ConfigError,
+    KernelUnavailableError,
+    UnsupportedVllmError,
+)
 from hotpage.vllm import HiSparseConnector, host_pool
 from hotpage.vllm.caches import index_groups
 from hotpage.vllm.metadata import HotPageConnectorMetadata
@@ -393,6 +398,19 @@ def test_a_changed_vllm_is_refused_before_the_pool_is_pinned(
     cpu = make(ONE_EACH, register=False, checks_settings=True)
     monkeypatch.setattr(host_pool, "check_vllm", unknown)
     refused_unpinned(cpu, "0.34.1")
+
+
+def test_a_device_without_kernels_is_refused_before_the_pool_is_pinned(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(device: torch.device) -> Any:
+        raise KernelUnavailableError(f"the kernel library has nothing for {device}")
+
+    cpu = make(ONE_EACH, register=False)
+    monkeypatch.setattr(host_pool, "usable_library", none)
+    with pytest.raises(KernelUnavailableError, match="nothing for cuda:0"):
+        cpu.bind()
+    assert not cpu.driver.num_registered
 
 
 def test_the_engine_core_refuses_settings_before_its_workers_profile(make: Make) -> None:

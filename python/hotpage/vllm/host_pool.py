@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from hotpage.errors import ConfigError
+from hotpage.kernels.replay_copy import usable_library
 from hotpage.memory import HostPool, PoolLayout
 from hotpage.vllm._compat import check_vllm
 from hotpage.vllm.options import check_native, check_worker, native_options
@@ -68,20 +69,53 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
     Raises:
         CapacityError: memory that cannot be had or pinned.
         ConfigError: a setting that native does not serve, or a size other than the layers'.
+        KernelUnavailableError: no kernels for this device.
         UnsupportedVllmError: a vLLM whose internals are not known.
         ValueError: vLLM's own, for more than 95% of the RAM that is free.
     """
     import torch
     from vllm.v1.hisparse.runtime import check_hisparse_host_memory
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    from hotpage.vllm.caches import index_groups
 
     options = native_options(host.vllm_config)
     assert options is not None
     check_vllm()
     check_native(host.vllm_config, options)
     check_worker(host.vllm_config)
+    device = torch.accelerator.current_device_index()
+    usable_library(torch.device("cuda", device))
+    layout, names = _lay_out(host, options.resolved_host_layout == "row_interleaved")
+    if layout.num_bytes != size:
+        raise ConfigError(
+            f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
+            "report this model"
+        )
+    # The pool itself asks for the machine's RAM, of which other processes may have a part.
+    check_hisparse_host_memory(size)
+    pool = HostPool(layout, device=device)
+    native = NativeHostPool(pool, names)
+    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
+    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
+    host.shared_region = native
+    _pools[host.vllm_config.instance_id] = native
+    logger.info(
+        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
+        layout.num_bytes / 2**30,
+        layout.num_host_blocks,
+        options.resolved_host_layout,
+        "unknown" if pool.numa_node is None else pool.numa_node,
+    )
+
+
+def _lay_out(host: HiSparseHostPool, row_interleaved: bool) -> tuple[PoolLayout, list[str]]:
+    """Sizes of the pool, and the names of its layers in their order.
+
+    Raises:
+        ConfigError: layers that native does not serve.
+    """
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    from hotpage.vllm.caches import index_groups
+
     config = host.kv_cache_config
     context = host.vllm_config.compilation_config.static_forward_context
     groups = index_groups(config, context)
@@ -103,28 +137,9 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
         block_size=block_size,
         row_bytes=row_bytes,
         num_host_blocks=config.hisparse_host_num_blocks,
-        row_interleaved=options.resolved_host_layout == "row_interleaved",
+        row_interleaved=row_interleaved,
     )
-    if layout.num_bytes != size:
-        raise ConfigError(
-            f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
-            "report this model"
-        )
-    # The pool itself asks for the machine's RAM, of which other processes may have a part.
-    check_hisparse_host_memory(size)
-    pool = HostPool(layout, device=torch.accelerator.current_device_index())
-    native = NativeHostPool(pool, [name for names in groups for name in names])
-    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
-    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
-    host.shared_region = native
-    _pools[host.vllm_config.instance_id] = native
-    logger.info(
-        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
-        layout.num_bytes / 2**30,
-        layout.num_host_blocks,
-        options.resolved_host_layout,
-        "unknown" if pool.numa_node is None else pool.numa_node,
-    )
+    return layout, [name for names in groups for name in names]
 
 
 def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: int) -> None:
