@@ -52,6 +52,11 @@ class HopperOnPaper(CpuPlatform):
         """Nothing to update."""
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        """As vLLM's platforms have it."""
+        return True
+
+    @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
         """As vLLM's platforms have it."""
         return DeviceCapability(9, 0)
@@ -75,6 +80,7 @@ class Setting:
     num_blocks: int = 90
     host_blocks: int = 120
     updates: bool = False
+    eager: bool = True
 
     def config(self, folder: Path, patch: pytest.MonkeyPatch) -> VllmConfig:
         """vLLM's configuration; the model is a file in `folder`."""
@@ -86,7 +92,7 @@ class Setting:
         }
         arguments = EngineArgs(
             model=str(folder), skip_tokenizer_init=True, load_format="dummy",
-            max_model_len=MAX_MODEL_LEN, enforce_eager=True, kv_cache_dtype="fp8_ds_mla",
+            max_model_len=MAX_MODEL_LEN, enforce_eager=self.eager, kv_cache_dtype="fp8_ds_mla",
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.step_tokens,
             scheduling_policy=self.policy, enable_prefix_caching=self.caching,
             long_prefill_token_threshold=self.prefill_threshold,

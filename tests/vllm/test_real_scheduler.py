@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds
 from real_scheduler import RealScheduler, Setting
 
 from hotpage.errors import HotPageError
-from hotpage.vllm import plugin
+from hotpage.vllm import HiSparseConnector, plugin
 from hotpage.vllm.coordinator import NativeCoordinator
 
 pytestmark = pytest.mark.vllm
@@ -48,6 +48,16 @@ def test_requests_of_vllms_own_scheduler_read_their_rows_and_leave_nothing(
         assert served.seen["updates"] or not setting.updates, served.seen
         host_only += served.seen["rows on the host"]
     assert host_only or setting.max_num_seqs == 1, "nothing was read from the host"
+
+
+def test_graphs_are_refused_while_vllm_makes_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are vLLM's default; the weights of a large model take minutes to load."""
+    with pytest.raises(ValueError, match="does not serve CUDA graphs yet; add --enforce-eager"):
+        Setting(eager=False).config(tmp_path, monkeypatch)
+    upstream = {"host_pool_gib": 1, "engine": "upstream"}
+    assert not HiSparseConnector.requires_piecewise_for_cudagraph(upstream)
 
 
 def test_the_comparison_notices_pages_that_the_pool_has_handed_to_others(

@@ -13,6 +13,7 @@ from hotpage.vllm import plugin
 from hotpage.vllm._compat import check_vllm
 from hotpage.vllm.metadata import HotPageConnectorMetadata
 from hotpage.vllm.options import (
+    NO_GRAPHS,
     Options,
     check_native,
     check_steps,
@@ -62,6 +63,18 @@ class HiSparseConnector(upstream.HiSparseConnector):
                 allocate_fast_path=self.options.allocate_fast_path,
                 metrics_interval=self.options.metrics_interval,
             )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """As vLLM's, which asks while it makes its configuration, and only if it is about to
+        capture graphs of whole steps: minutes of loading weights come after that.
+
+        Raises:
+            ConfigError: native serves no graphs, or an option that cannot work.
+        """
+        if parse_options(extra_config).engine == "native":
+            raise ConfigError(NO_GRAPHS)
+        return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:

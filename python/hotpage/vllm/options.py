@@ -22,6 +22,11 @@ SIBLINGS_KEY = "hotpage_siblings"
 # A sibling that never reads or writes host rows lets the pool take any layout.
 HOST_BLIND_SIBLINGS = frozenset({"OffloadingConnector"})
 
+_OR_UPSTREAM = 'or set "engine": "upstream" in kv_connector_extra_config'
+
+NO_GRAPHS = f"engine native does not serve CUDA graphs yet; add --enforce-eager {_OR_UPSTREAM}"
+"""What a user reads who has not switched them off."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -109,9 +114,6 @@ def native_options(config: VllmConfig) -> Options | None:
     return None
 
 
-_OR_UPSTREAM = 'or set "engine": "upstream" in kv_connector_extra_config'
-
-
 def check_worker(config: VllmConfig) -> None:
     """Refuses what the native worker was not proven to serve; for a worker's own configuration.
 
@@ -135,19 +137,16 @@ def check_steps(config: VllmConfig) -> None:
     """
     from vllm.config import CUDAGraphMode
 
-    remedy = _OR_UPSTREAM
     if config.parallel_config.world_size > 1:
         raise ConfigError(
             f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
-            f"use data parallel replicas {remedy}"
+            f"use data parallel replicas {_OR_UPSTREAM}"
         )
     if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        raise ConfigError(
-            f"engine native does not serve CUDA graphs yet; add --enforce-eager {remedy}"
-        )
+        raise ConfigError(NO_GRAPHS)
     if config.num_speculative_tokens:
         raise ConfigError(
-            f"engine native does not serve speculative decoding yet; drop it {remedy}"
+            f"engine native does not serve speculative decoding yet; drop it {_OR_UPSTREAM}"
         )
 
 
