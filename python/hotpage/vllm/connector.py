@@ -80,8 +80,8 @@ class HiSparseConnector(upstream.HiSparseConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
         """As vLLM's.
 
-        The engine core asks before its workers profile memory, for which they pin the host pool:
-        by then they need not start with what native does not serve.
+        The engine core asks before its workers profile memory, in the course of which they may pin
+        the host pool. What can be refused by then is refused here.
 
         Raises:
             ConfigError: as the constructor.
