@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import logging
 import mmap
+import re
 import sys
 from pathlib import Path
 
@@ -128,6 +129,19 @@ def test_a_pool_is_mapped_touched_and_registered_chunk_by_chunk_and_given_back()
     assert not pool.is_open
     pool.close()
     assert len([call for call, _ in driver.calls if call == "unregister"]) == len(chunks)
+
+
+def test_a_process_that_forks_keeps_its_pool_to_itself() -> None:
+    """Pages that a device may write are copied for the child at once, all of them."""
+    with HostPool(PoolLayout((1, 1), 64, 656, 300), driver=StandIn(), num_threads=1) as pool:
+        flags, inside = None, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) <= pool.address < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                flags = line.split()[1:]
+    assert flags is not None
+    assert "dc" in flags, "a child gets the mapping"
 
 
 def test_when_a_chunk_cannot_be_pinned_those_before_it_are_given_back() -> None:

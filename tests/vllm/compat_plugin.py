@@ -48,6 +48,10 @@ REPLACED = {
         "as above: of an import that ends at a page boundary the last page is not valid yet",
         "test_a_received_import_is_valid_up_to_its_last_page",
     ),
+    "test_hisparse_requires_block_outermost_device_layout": (
+        "it asks with a configuration that is none, and ours is read to refuse settings early",
+        "test_the_layout_of_the_device_is_block_outermost",
+    ),
     "test_hisparse_host_import_ignores_unsealed_tail": (
         "it completes an import of a request without blocks, which the Coordinator refuses",
         "test_a_partial_last_page_of_an_import_is_not_valid",

@@ -32,6 +32,7 @@ from hotpage.kernels import (
     resolve_and_copy,
     stage_prefill,
 )
+from hotpage.vllm import host_pool
 
 _BLOCKS = 2
 """Thread blocks of a launch that leaves their number open: threads are slow here."""
@@ -101,6 +102,7 @@ class CpuLibrary:
             stage_prefill,
         ):
             patch.setattr(module, "usable_library", lambda _: (self, properties))
+        patch.setattr(host_pool, "usable_library", lambda _: (self, properties))
         for module in (_tensors, layer_table, mirror_rows):
             patch.setattr(module, "is_pinned", lambda _: True)
         for module in (layer_table, stage_prefill):

@@ -8,6 +8,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
 from sides import HOTPAGE, Shape, Side, make_request, make_side
+from worker_on_cpu import ONE_EACH, vllm_config
+
+from hotpage.vllm import HiSparseConnector, plugin
 
 pytestmark = pytest.mark.vllm
 
@@ -170,3 +173,11 @@ def test_a_prefill_past_its_window_keeps_residency_while_there_is_room() -> None
     pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     settle(side_, side_.plan([("prefill", 0)]))
     assert "prefill" in hot.hot_required
+
+
+def test_the_layout_of_the_device_is_block_outermost() -> None:
+    plugin.activate()
+    config = vllm_config(
+        ONE_EACH, "auto", num_blocks=64, max_requests=4, max_tokens=64, max_model_len=128
+    )
+    assert HiSparseConnector.get_required_kvcache_layout(config) == "BLHNC"

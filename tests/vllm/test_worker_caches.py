@@ -21,7 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.hisparse import binding, runtime
 from worker_on_cpu import BF16, BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
 
-from hotpage.errors import CapacityError, ConfigError
+from hotpage.errors import (
+    CapacityError,
+    ConfigError,
+    KernelUnavailableError,
+    UnsupportedVllmError,
+)
 from hotpage.vllm import HiSparseConnector, host_pool
 from hotpage.vllm.caches import index_groups
 from hotpage.vllm.metadata import HotPageConnectorMetadata
@@ -268,22 +273,24 @@ def test_caches_that_are_not_bound_are_refused(make: Make) -> None:
     refused(cpu, "before they were bound")
 
 
+def refused_unpinned(cpu: CpuWorker, sentence: str) -> None:
+    """The pool is refused by this sentence before anything was pinned for it."""
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        cpu.bind()
+    assert "\n" not in str(caught.value)
+    assert not cpu.driver.num_registered
+    assert cpu.config.instance_id not in runtime._host_pools
+
+
 def test_blocks_of_another_size_than_the_attention_kernels_are_refused(make: Make) -> None:
-    cpu = make(ONE_EACH, register=False)
-    cpu.bind()
-    for layer in cpu.config.compilation_config.static_forward_context.values():
-        view = layer.hisparse_cache.view
-        layer.hisparse_cache.view = runtime.PagedCacheView(
-            view.cache, view.attention_cache, 32, view.attention_block_stride
-        )
-    refused(cpu, "the caches have 32; set --block-size 64")
+    cpu = make(Model((1, 1), block_size=32), register=False)
+    refused_unpinned(cpu, "the caches have 32; set --block-size 64")
 
 
 def test_fp8_rows_of_another_format_are_refused(make: Make) -> None:
     """vLLM's FlashInfer backend keeps plain fp8 rows under the name that FlashMLA's go by."""
     cpu = make(Model((1, 1), kv_cache_dtype="fp8"), register=False)
-    cpu.bind()
-    refused(cpu, "fp8 rows of 576 bytes.*set --attention-backend FLASHMLA_SPARSE")
+    refused_unpinned(cpu, "fp8 rows of 576 bytes.*set --attention-backend FLASHMLA_SPARSE")
 
 
 def test_a_pool_larger_than_the_memory_that_is_free_is_refused_before_it_is_touched(
@@ -312,8 +319,8 @@ def test_fewer_tokens_than_verification_rows_are_refused(make: Make) -> None:
 
 def test_a_hot_region_that_ends_inside_a_block_is_refused(make: Make) -> None:
     cpu = make(Model((1, 1), hot_rows=100), register=False)
-    cpu.bind()
-    refused(cpu, "device_buffer_size is 100, expected a multiple of the block size; set 128")
+    sentence = "device_buffer_size is 100, expected a multiple of the block size; set 128"
+    refused_unpinned(cpu, sentence)
 
 
 def test_layers_of_an_index_group_that_lie_apart_are_refused() -> None:
@@ -365,6 +372,62 @@ def test_what_the_worker_was_not_proven_to_serve_is_refused_in_one_sentence(
     text = str(caught.value)
     assert "\n" not in text
     assert text.endswith('or set "engine": "upstream" in kv_connector_extra_config')
+
+
+EARLY = REFUSALS | {
+    "sleep": ("model_config", "enable_sleep_mode", True, "does not survive sleep mode"),
+    "microbatches": ("parallel_config", "enable_dbo", True, "a step in microbatches"),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_settings_are_refused_before_the_pool_is_pinned(name: str, make: Make) -> None:
+    """vLLM makes the pool while it profiles graphs, in each rank, before it builds a connector."""
+    where, what, value, sentence = EARLY[name]
+    cpu = make(ONE_EACH, register=False, checks_settings=True)
+    setattr(getattr(cpu.config, where) if where else cpu.config, what, value)
+    refused_unpinned(cpu, sentence)
+
+
+def test_a_changed_vllm_is_refused_before_the_pool_is_pinned(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown() -> str:
+        raise UnsupportedVllmError("vLLM 0.34.1 is installed")
+
+    cpu = make(ONE_EACH, register=False, checks_settings=True)
+    monkeypatch.setattr(host_pool, "check_vllm", unknown)
+    refused_unpinned(cpu, "0.34.1")
+
+
+def test_a_device_without_kernels_is_refused_before_the_pool_is_pinned(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(device: torch.device) -> Any:
+        raise KernelUnavailableError(f"the kernel library has nothing for {device}")
+
+    cpu = make(ONE_EACH, register=False)
+    monkeypatch.setattr(host_pool, "usable_library", none)
+    with pytest.raises(KernelUnavailableError, match="nothing for cuda:0"):
+        cpu.bind()
+    assert not cpu.driver.num_registered
+
+
+def test_the_engine_core_refuses_settings_before_its_workers_profile(make: Make) -> None:
+    """It asks for the layout of the caches first, with the configuration as a whole."""
+    config = make(ONE_EACH, register=False).config
+    assert HiSparseConnector.get_required_kvcache_layout(config) == "BLHNC"
+    # A worker may still make another name of the same rows of this one.
+    config.cache_config.cache_dtype = "fp8_e4m3"
+    assert HiSparseConnector.get_required_kvcache_layout(config) == "BLHNC"
+    for name in ("tensor parallel", "graphs", "drafts", "sleep", "microbatches"):
+        where, what, value, sentence = EARLY[name]
+        config = make(ONE_EACH, register=False).config
+        setattr(getattr(config, where) if where else config, what, value)
+        with pytest.raises(ConfigError, match=sentence):
+            HiSparseConnector.get_required_kvcache_layout(config)
+        config.kv_transfer_config.kv_connector_extra_config["engine"] = "upstream"
+        assert HiSparseConnector.get_required_kvcache_layout(config) == "BLHNC"
 
 
 def test_the_connector_drives_the_worker_through_vllms_hooks(make: Make) -> None:

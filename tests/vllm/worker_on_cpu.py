@@ -59,6 +59,7 @@ class Model:
         top_k: rows that a decode row selects.
         verification_rows: decode rows of a request at most.
         hot_rows: rows of a request's hot region in one layer.
+        block_size: tokens of a block.
     """
 
     groups: tuple[int, ...]
@@ -68,6 +69,7 @@ class Model:
     top_k: int = 16
     verification_rows: int = 1
     hot_rows: int = 64
+    block_size: int = BLOCK
 
     def specs(self) -> dict[str, KVCacheSpec]:
         """What vLLM's layers say of their caches, in the order of the model."""
@@ -75,7 +77,7 @@ class Model:
         specs: dict[str, KVCacheSpec] = {}
         for name, leads, _ in self.layers():
             specs[name] = MLAAttentionSpec(
-                block_size=BLOCK,
+                block_size=self.block_size,
                 num_kv_heads=1,
                 head_size=576,
                 dtype=torch.bfloat16 if self.kv_cache_dtype == "bfloat16" else torch.uint8,
@@ -85,7 +87,7 @@ class Model:
             )
             if leads:
                 specs[f"{name}.indexer"] = MLAAttentionSpec(
-                    block_size=BLOCK,
+                    block_size=self.block_size,
                     num_kv_heads=1,
                     head_size=self.indexer_bytes,
                     dtype=torch.uint8,
@@ -131,6 +133,7 @@ class NoDriver:
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
+        self.num_registered = 0
         self.fail = False
 
     def register(self, address: int, num_bytes: int) -> int:
@@ -138,6 +141,7 @@ class NoDriver:
         if self.fail:
             return 2
         self.pinned[address] = num_bytes
+        self.num_registered += 1
         return 0
 
     def unregister(self, address: int) -> int:
@@ -169,6 +173,7 @@ class CpuWorker:
         max_tokens: tokens of a step.
         max_pages: pages of a request.
         register: hand the caches over, as vLLM does at once.
+        checks_settings: refuse what the connector refuses; some of these models are among it.
     """
 
     def __init__(
@@ -185,6 +190,7 @@ class CpuWorker:
         max_tokens: int = 256,
         max_pages: int = 6,
         register: bool = True,
+        checks_settings: bool = False,
     ) -> None:
         self.model, self.max_pages, self.host_blocks = model, max_pages, host_blocks
         self.streams = streams or Streams()
@@ -196,6 +202,8 @@ class CpuWorker:
         for module in (index_group, sparse_mla_attention):
             patch.setattr(module, "triton_convert_req_index_to_global_index", self.convert)
         plugin.activate()
+        if not checks_settings:
+            patch.setattr(host_pool, "check_worker", lambda _: None)
         self.config = vllm_config(
             model, host_layout, num_blocks=num_blocks, max_requests=max_requests,
             max_tokens=max_tokens, max_model_len=max_pages * BLOCK,
@@ -236,7 +244,7 @@ class CpuWorker:
         self.kv_caches = init_hisparse_kv_cache(
             self.cache_config,
             torch.device("cpu"),
-            [BLOCK] * len(self.cache_config.kv_cache_groups),
+            [self.model.block_size] * len(self.cache_config.kv_cache_groups),
             self.config,
             context,
             self.tables,

@@ -96,11 +96,14 @@ class HostPool:
 
     def _map(self) -> mmap.mmap:
         try:
-            return mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise CapacityError(
                 f"{self.num_bytes / 2**30:.1f} GiB for the host pool cannot be mapped: {error}"
             ) from error
+        # A fork would copy every pinned page for the child: the parent's must stay where they are.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        return mapping
 
     def _check_buffer(self, buffer: Any) -> int:
         try:

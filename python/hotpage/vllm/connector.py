@@ -12,7 +12,14 @@ from hotpage.errors import ConfigError
 from hotpage.vllm import plugin
 from hotpage.vllm._compat import check_vllm
 from hotpage.vllm.metadata import HotPageConnectorMetadata
-from hotpage.vllm.options import Options, check_native, check_worker, parse_options
+from hotpage.vllm.options import (
+    NO_GRAPHS,
+    Options,
+    check_native,
+    check_steps,
+    check_worker,
+    parse_options,
+)
 from hotpage.vllm.scheduler import NativeConnectorScheduler
 from hotpage.vllm.wiring import CoordinatorSettings
 
@@ -56,6 +63,36 @@ class HiSparseConnector(upstream.HiSparseConnector):
                 allocate_fast_path=self.options.allocate_fast_path,
                 metrics_interval=self.options.metrics_interval,
             )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """As vLLM's, which asks while it makes its configuration, and only if it is about to
+        capture graphs of whole steps: minutes of loading weights come after that.
+
+        Raises:
+            ConfigError: native serves no graphs, or an option that cannot work.
+        """
+        if parse_options(extra_config).engine == "native":
+            raise ConfigError(NO_GRAPHS)
+        return super().requires_piecewise_for_cudagraph(extra_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
+        """As vLLM's.
+
+        The engine core asks before its workers profile memory, in the course of which they may pin
+        the host pool. What can be refused by then is refused here.
+
+        Raises:
+            ConfigError: as the constructor.
+            UnsupportedVllmError: as the constructor.
+        """
+        assert vllm_config.kv_transfer_config is not None
+        options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if options.engine == "native":
+            _check(vllm_config, KVConnectorRole.SCHEDULER, options)
+            check_steps(vllm_config)
+        return super().get_required_kvcache_layout(vllm_config)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Installs the coordinator before the first request."""

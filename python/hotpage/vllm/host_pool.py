@@ -11,8 +11,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from hotpage.errors import ConfigError
+from hotpage.kernels.replay_copy import usable_library
 from hotpage.memory import HostPool, PoolLayout
-from hotpage.vllm.options import native_options
+from hotpage.vllm._compat import check_vllm
+from hotpage.vllm.options import check_native, check_worker, native_options
 from hotpage.vllm.row_views import flat_rows, rows_as
 
 if TYPE_CHECKING:
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from hotpage.vllm.caches import BoundCaches
 
 logger = logging.getLogger(__name__)
+
+_FP8_DS_MLA_BYTES = 656
+
+# vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
+_KERNEL_BLOCK_SIZE = 64
 
 _pools: dict[str, NativeHostPool] = {}
 """By the instance id of vLLM's configuration, as vLLM keeps its own."""
@@ -51,23 +58,64 @@ class NativeHostPool:
 def allocate(host: HiSparseHostPool, size: int) -> None:
     """Makes the pool of a native configuration and puts it into vLLM's holder.
 
+    Every rank comes here, where graphs are captured while vLLM still profiles and knows of no
+    connector. So what a connector would refuse later is refused first: a pool takes minutes, and
+    the pools of several ranks may be more than the machine has.
+
     Args:
         host: vLLM's holder, empty.
         size: bytes that vLLM has counted for the pool.
 
     Raises:
         CapacityError: memory that cannot be had or pinned.
-        ConfigError: a size other than the layers'.
+        ConfigError: a setting that native does not serve, or a size other than the layers'.
+        KernelUnavailableError: no kernels for this device.
+        UnsupportedVllmError: a vLLM whose internals are not known.
         ValueError: vLLM's own, for more than 95% of the RAM that is free.
     """
     import torch
     from vllm.v1.hisparse.runtime import check_hisparse_host_memory
+
+    options = native_options(host.vllm_config)
+    assert options is not None
+    check_vllm()
+    check_native(host.vllm_config, options)
+    check_worker(host.vllm_config)
+    device = torch.accelerator.current_device_index()
+    usable_library(torch.device("cuda", device))
+    layout, names = _lay_out(host, options.resolved_host_layout == "row_interleaved")
+    if layout.num_bytes != size:
+        raise ConfigError(
+            f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
+            "report this model"
+        )
+    # The pool itself asks for the machine's RAM, of which other processes may have a part.
+    check_hisparse_host_memory(size)
+    pool = HostPool(layout, device=device)
+    native = NativeHostPool(pool, names)
+    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
+    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
+    host.shared_region = native
+    _pools[host.vllm_config.instance_id] = native
+    logger.info(
+        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
+        layout.num_bytes / 2**30,
+        layout.num_host_blocks,
+        options.resolved_host_layout,
+        "unknown" if pool.numa_node is None else pool.numa_node,
+    )
+
+
+def _lay_out(host: HiSparseHostPool, row_interleaved: bool) -> tuple[PoolLayout, list[str]]:
+    """Sizes of the pool, and the names of its layers in their order.
+
+    Raises:
+        ConfigError: layers that native does not serve.
+    """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     from hotpage.vllm.caches import index_groups
 
-    options = native_options(host.vllm_config)
-    assert options is not None
     config = host.kv_cache_config
     context = host.vllm_config.compilation_config.static_forward_context
     groups = index_groups(config, context)
@@ -80,34 +128,40 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
     block_bytes = {one.page_size_bytes for one in specs}
     if len(block_bytes) != 1 or next(iter(block_bytes)) % block_size:
         raise ConfigError("the layers have rows of different widths; use one KV cache dtype")
+    row_bytes = block_bytes.pop() // block_size
+    runtime = context[groups[0][0]].hisparse_cache.runtime
+    _check_sizes(block_size, row_bytes, runtime.kv_dtype.itemsize, runtime.region_stride)
     assert config.hisparse_host_num_blocks is not None
     layout = PoolLayout(
         index_groups=tuple(len(names) for names in groups),
         block_size=block_size,
-        row_bytes=block_bytes.pop() // block_size,
+        row_bytes=row_bytes,
         num_host_blocks=config.hisparse_host_num_blocks,
-        row_interleaved=options.resolved_host_layout == "row_interleaved",
+        row_interleaved=row_interleaved,
     )
-    if layout.num_bytes != size:
+    return layout, [name for names in groups for name in names]
+
+
+def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: int) -> None:
+    """Raises ConfigError for blocks, rows or hot regions that native does not serve.
+
+    fp8 rows of another format go by the same name in vLLM.
+    """
+    if block_size != _KERNEL_BLOCK_SIZE:
         raise ConfigError(
-            f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
-            "report this model"
+            f"engine native serves blocks of {_KERNEL_BLOCK_SIZE} tokens, the caches have "
+            f"{block_size}; set --block-size {_KERNEL_BLOCK_SIZE}"
         )
-    # The pool itself asks for the machine's RAM, of which other processes may have a part.
-    check_hisparse_host_memory(size)
-    pool = HostPool(layout, device=torch.accelerator.current_device_index())
-    native = NativeHostPool(pool, [name for names in groups for name in names])
-    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
-    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
-    host.shared_region = native
-    _pools[host.vllm_config.instance_id] = native
-    logger.info(
-        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
-        layout.num_bytes / 2**30,
-        layout.num_host_blocks,
-        options.resolved_host_layout,
-        "unknown" if pool.numa_node is None else pool.numa_node,
-    )
+    if element_bytes == 1 and row_bytes != _FP8_DS_MLA_BYTES:
+        raise ConfigError(
+            f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
+            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
+        )
+    if hot_rows % block_size:
+        raise ConfigError(
+            f"device_buffer_size is {hot_rows}, expected a multiple of the block size; set "
+            f"{-(-hot_rows // block_size) * block_size} in hisparse_config"
+        )
 
 
 def host_pool_of(vllm_config: VllmConfig) -> NativeHostPool:

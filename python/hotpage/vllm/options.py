@@ -22,6 +22,11 @@ SIBLINGS_KEY = "hotpage_siblings"
 # A sibling that never reads or writes host rows lets the pool take any layout.
 HOST_BLIND_SIBLINGS = frozenset({"OffloadingConnector"})
 
+_OR_UPSTREAM = 'or set "engine": "upstream" in kv_connector_extra_config'
+
+NO_GRAPHS = f"engine native does not serve CUDA graphs yet; add --enforce-eager {_OR_UPSTREAM}"
+"""What a user reads who has not switched them off."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -110,31 +115,38 @@ def native_options(config: VllmConfig) -> Options | None:
 
 
 def check_worker(config: VllmConfig) -> None:
-    """Refuses what the native worker was not proven to serve.
+    """Refuses what the native worker was not proven to serve; for a worker's own configuration.
 
     Raises:
         ConfigError: one sentence that names the setting and the remedy.
     """
-    from vllm.config import CUDAGraphMode
-
-    remedy = 'or set "engine": "upstream" in kv_connector_extra_config'
-    if config.parallel_config.world_size > 1:
-        raise ConfigError(
-            f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
-            f"use data parallel replicas {remedy}"
-        )
-    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        raise ConfigError(
-            f"engine native does not serve CUDA graphs yet; add --enforce-eager {remedy}"
-        )
-    if config.num_speculative_tokens:
-        raise ConfigError(
-            f"engine native does not serve speculative decoding yet; drop it {remedy}"
-        )
+    check_steps(config)
     if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
         raise ConfigError(
             f"engine native does not serve kv_cache_dtype {config.cache_config.cache_dtype} yet; "
-            f"use fp8_ds_mla {remedy}"
+            f"use fp8_ds_mla {_OR_UPSTREAM}"
+        )
+
+
+def check_steps(config: VllmConfig) -> None:
+    """The part of `check_worker` that the engine core can check, too: attention layers may give
+    their worker's `cache_dtype` another name.
+
+    Raises:
+        ConfigError: as `check_worker`.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if config.parallel_config.world_size > 1:
+        raise ConfigError(
+            f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
+            f"use data parallel replicas {_OR_UPSTREAM}"
+        )
+    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        raise ConfigError(NO_GRAPHS)
+    if config.num_speculative_tokens:
+        raise ConfigError(
+            f"engine native does not serve speculative decoding yet; drop it {_OR_UPSTREAM}"
         )
 
 

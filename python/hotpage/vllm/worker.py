@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotpage.errors import ConfigError
 from hotpage.kernels.copy_pages import RestorePages, SpillPages
 from hotpage.kernels.invalidate import Holders
 from hotpage.kernels.layer_table import LayerTable, PoolLayer
@@ -47,11 +46,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-_FP8_DS_MLA_BYTES = 656
-
-# vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
-_KERNEL_BLOCK_SIZE = 64
 
 
 class NativeConnectorWorker:
@@ -91,24 +85,12 @@ class NativeConnectorWorker:
     def _bind(self, caches: BoundCaches, kv_caches: dict[str, torch.Tensor]) -> None:
         native = host_pool.host_pool_of(self._config)
         self.caches, self.host_pool = caches, native
-        if caches.block_size != _KERNEL_BLOCK_SIZE:
-            raise ConfigError(
-                f"engine native serves blocks of {_KERNEL_BLOCK_SIZE} tokens, the caches have "
-                f"{caches.block_size}; set --block-size {_KERNEL_BLOCK_SIZE}"
-            )
-        hot_rows = caches.groups[0].leader.handle.runtime.region_stride
-        if hot_rows % caches.block_size:
-            raise ConfigError(
-                f"device_buffer_size is {hot_rows}, expected a multiple of the block size; set "
-                f"{-(-hot_rows // caches.block_size) * caches.block_size} in hisparse_config"
-            )
         if native.pool.layout.row_interleaved:
             host_pool.rebind(caches, kv_caches, native.layer_rows())
         self.layers = pool_layers(caches)
         self._handles = [layer.handle for layer in caches.layers]
         drafts = [layer.is_draft for layer in caches.layers]
         self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
-        _check_rows(self.layers[0].gpu, self._all_layers.row_bytes)
         self._mirrors = Mirrors(
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if not draft],
             [rows for rows, draft in zip(self.layers, drafts, strict=True) if draft],
@@ -345,15 +327,6 @@ class NativeConnectorWorker:
             # Views keep the pool's memory.
             handle.runtime.__dict__.pop("_host_cache", None)
         host_pool.release(self._config)
-
-
-def _check_rows(rows: torch.Tensor, row_bytes: int) -> None:
-    """Raises ConfigError for fp8 rows of another format, which go by the same name in vLLM."""
-    if rows.element_size() == 1 and row_bytes != _FP8_DS_MLA_BYTES:
-        raise ConfigError(
-            f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
-            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
-        )
 
 
 def _pages(plan: StepPlan) -> Pages:

@@ -346,10 +346,12 @@ def measure_registration(arguments: argparse.Namespace, report: Report, folder: 
     import torch
 
     if arguments.engine == "native":
-        from hotpage.vllm import HiSparseConnector, connector
+        from hotpage.vllm import HiSparseConnector, connector, host_pool
 
         # Draft tokens are not served yet; what they would take is measured all the same.
-        connector.check_worker = lambda config: None
+        for module in (connector, host_pool):
+            module.check_worker = lambda config: None
+        connector.check_steps = lambda config: None
     else:
         from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
             HiSparseConnector,
