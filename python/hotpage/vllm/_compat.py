@@ -25,6 +25,7 @@ FILES = (
     "v1/core/block_pool.py",
     "v1/core/kv_cache_coordinator.py",
     "v1/core/kv_cache_manager.py",
+    "v1/core/sched/scheduler.py",
     "v1/core/single_type_kv_cache_manager.py",
     "v1/hisparse/binding.py",
     "v1/hisparse/block_pool.py",
@@ -34,6 +35,8 @@ FILES = (
     "v1/hisparse/types.py",
     "v1/worker/gpu/block_table.py",
     "v1/worker/gpu/kv_connector.py",
+    "v1/worker/gpu/model_runner.py",
+    "v1/worker/gpu/states.py",
 )
 """Files whose private members, or whose ways of calling, the adapter relies on."""
 
@@ -52,6 +55,7 @@ FINGERPRINTS: dict[str, dict[str, str]] = {
                 "64d304d2b431a6ce9a0a0425610122354e1ac11b6aff1ca7d467d4218183774c",
                 "6bf7583c5fd3fb85a99437eb3d7f3eddd319314ff93737e847d071fda59383e3",
                 "39ae1c1564a034fd59736a92d962bfab5a0af03529e01349b765422dbd5a355d",
+                "d76cc22257550972137df9c893505d0bd0f5d482374691e6eca4372772de501a",
                 "4b8c34ff759855b94a5a3a4a3a1b4784077f27077539e01509c1b3f72e75455f",
                 "64963a4e7b401a4d1424d2c64432e47845f26ae010ee710bb6845015c650b8da",
                 "eaa39a8f6f3bd723064228bc56d8bf3bee0264b9363d025ff6ac13c68e37db59",
@@ -61,6 +65,8 @@ FINGERPRINTS: dict[str, dict[str, str]] = {
                 "ea48874e93e834510867c896e5a594d7399fbece7e7afb01631888fd6ad4a5c7",
                 "3433729cad5aa5fceb312e0a8d9ffabb3f7327dbdd18966d576e64d090313020",
                 "bb70716b5ed291af5e54e2ffa9ca4b549d51e92355fa65f3f88253c9500daeb4",
+                "9145e2601f9e93db5e6c7e648c6741cff55f2a49f046800f79311e4977550121",
+                "ae5d600c17fbad3a529a27b234ca48ffd3ffe21a99e6866c9570906a76f3115f",
             ),
             strict=True,
         )
