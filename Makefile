@@ -118,8 +118,11 @@ $(VLLM_VENV)/stamp-hotpage: $(VLLM_VENV)/stamp-vllm dist/stamp-wheel
 test-vllm: $(VLLM_SOURCE)/stamp $(VLLM_VENV)/stamp-hotpage
 	$(VLLM_BIN)/python tests/vllm/run_suite.py $(VLLM_SOURCE)
 
+# Another version formats otherwise.
+RUFF_VERSION := 0.17.6
+
 lint: $(VENV)/stamp-venv
-	$(PIP) install ruff
+	$(PIP) install ruff==$(RUFF_VERSION)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
