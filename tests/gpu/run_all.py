@@ -86,7 +86,7 @@ def missing_device() -> str | None:
     from hotpage.kernels import load
 
     try:
-        return None if load().device_count() else "no CUDA device is visible"
+        return None if load().device_count() else "none is visible"
     except HotPageError as error:
         return str(error)
 
@@ -100,8 +100,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each process")
     arguments = parser.parse_args()
     if missing := missing_device():
-        print(f"hotpage: error: {missing}", file=sys.stderr)
-        return 2
+        print(f"no CUDA device: nothing was run ({missing})", file=sys.stderr)
+        return 1
     environment = {"HOTPAGE_FUZZ_STEPS": str(arguments.fuzz_steps), **os.environ}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         outcomes = list(pool.map(lambda one: run(*one, environment, arguments.limit), processes()))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -163,12 +164,28 @@ def test_doctor_reports_every_check_and_a_remedy_for_each_failure(
     code = cli.run(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in report["checks"]]
-    assert names == ["hotpage", "core", "kernels", "gpu", "torch", "vllm"]
+    assert names == ["hotpage", "core", "kernels", "gpu", "torch", "vllm", "plugin"]
     for check in report["checks"]:
         assert check["finding"]
         assert bool(check["remedy"]) is not check["ok"], check
     assert code == (0 if report["ok"] else 1)
     assert report["ok"] is all(check["ok"] for check in report["checks"])
+
+
+def test_doctor_looks_for_the_entry_point_that_vllm_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = metadata.EntryPoint("hotpage", "hotpage.vllm.plugin:activate", "vllm.general_plugins")
+    found = {"vllm.general_plugins": [point]}
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: found.get(group, []))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert doctor.check_plugin().ok
+    monkeypatch.setenv("VLLM_PLUGINS", "other,hotpage")
+    assert doctor.check_plugin().ok
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "add hotpage" in doctor.check_plugin().remedy
+    found.clear()
+    assert "no entry point" in doctor.check_plugin().finding
 
 
 def test_doctor_says_so_when_the_kernels_are_missing(

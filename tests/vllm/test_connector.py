@@ -274,6 +274,25 @@ def test_what_native_does_not_serve_is_refused_in_one_sentence(
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("size", ["lots", -3, 0, float("nan"), float("inf"), [384], True - 1])
+def test_a_host_pool_of_no_size_is_refused(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"host_pool_gib is .*, expected a positive number"):
+        options.parse_options({"host_pool_gib": size})
+
+
+def test_host_pools_that_vllm_reads_are_taken() -> None:
+    for size in (384, 0.5, "384"):
+        options.parse_options({"host_pool_gib": size})
+
+
+def test_another_connector_under_our_path_is_refused_with_the_remedy() -> None:
+    import hotpage.vllm
+
+    with pytest.raises(ConfigError, match="has no OffloadingConnector; give kv_connector_module_"):
+        _ = hotpage.vllm.OffloadingConnector
+    assert not hasattr(hotpage.vllm, "nothing")
+
+
 def test_a_sibling_that_reads_host_rows_makes_auto_choose_layer_major() -> None:
     for name, layout in (("OffloadingConnector", "row_interleaved"), ("Nixl", "layer_major")):
         chosen = options.parse_options({options.SIBLINGS_KEY: [name]})

@@ -355,7 +355,7 @@ REFUSALS = {
         "CUDA graphs yet; add --enforce-eager",
     ),
     "drafts": (None, "num_speculative_tokens", 1, "speculative decoding yet; drop it"),
-    "dtype": ("cache_config", "cache_dtype", "bfloat16", "kv_cache_dtype bfloat16 yet"),
+    "dtype": ("cache_config", "cache_dtype", "bfloat16", "bf16 rows yet.*and got bfloat16"),
 }  # fmt: skip
 
 

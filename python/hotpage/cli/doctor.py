@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -41,7 +42,7 @@ def check_core() -> Check:
         return Check("core", False, f"not loaded: {error}", remedy)
     if core.__version__ != __version__:
         finding = f"{core.__version__}, expected {__version__}"
-        remedy = "install the whole wheel again: pip install --force-reinstall hotpage-*.whl"
+        remedy = "install the whole wheel: pip install --force-reinstall --no-deps hotpage-*.whl"
         return Check("core", False, finding, remedy)
     return Check("core", True, core.__version__)
 
@@ -103,6 +104,19 @@ def check_vllm() -> Check:
         return Check("vllm", False, finding, remedy)
 
 
+def check_plugin() -> Check:
+    """vLLM finds the entry point that installs hotpage's hooks."""
+    group = "vllm.general_plugins"
+    if not any(point.name == "hotpage" for point in metadata.entry_points(group=group)):
+        remedy = "install a wheel of hotpage; a folder on PYTHONPATH has no entry points"
+        return Check("plugin", False, f"no entry point hotpage in {group}", remedy)
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and "hotpage" not in chosen.split(","):
+        remedy = "add hotpage to VLLM_PLUGINS, or unset it"
+        return Check("plugin", False, f"VLLM_PLUGINS is {chosen!r}, without hotpage", remedy)
+    return Check("plugin", True, f"hotpage in {group}")
+
+
 CHECKS: tuple[Callable[[], Check], ...] = (
     check_package,
     check_core,
@@ -110,6 +124,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_gpu,
     check_torch,
     check_vllm,
+    check_plugin,
 )
 
 

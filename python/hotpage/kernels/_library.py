@@ -18,7 +18,8 @@ from hotpage.kernels import _abi
 LIBRARY_NAME = "libhotpage_cuda.so"
 
 _REMEDY = (
-    "install a wheel that `make wheel` built, or run "
+    "install a wheel that `make wheel` built with "
+    "`pip install --force-reinstall --no-deps dist/hotpage-*.whl`, or run "
     "`HOTPAGE_CUDA=1 pip install --force-reinstall --no-deps .` in the source checkout"
 )
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the options in `kv_connector_extra_config`, and the settings that native refuses.
 
-`host_pool_gib` is among the options but vLLM's own: it reads and checks it before any connector.
+`host_pool_gib` is among the options but vLLM's own, which checks it when the weights are loaded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,7 +70,7 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
         ConfigError: an unknown option or value; the text names it, the choices and the remedy.
     """
     left = dict(extra)
-    left.pop("host_pool_gib", None)
+    _check_host_pool(left.pop("host_pool_gib", None))
     siblings = tuple(left.pop(SIBLINGS_KEY, ()))
     options = Options(
         engine=_choice(left, "engine", ("native", "upstream")),
@@ -123,8 +124,8 @@ def check_worker(config: VllmConfig) -> None:
     check_steps(config)
     if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
         raise ConfigError(
-            f"engine native does not serve kv_cache_dtype {config.cache_config.cache_dtype} yet; "
-            f"use fp8_ds_mla {_OR_UPSTREAM}"
+            "engine native does not serve bf16 rows yet, which kv_cache_dtype auto and bfloat16 "
+            f"both mean, and got {config.cache_config.cache_dtype}; use fp8_ds_mla {_OR_UPSTREAM}"
         )
 
 
@@ -192,6 +193,20 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
                 "use host_layout layer_major or take the connector out"
             )
     return found
+
+
+def _check_host_pool(size: Any) -> None:
+    """A missing size is left to vLLM's own check: the option is required there."""
+    if size is None:
+        return
+    try:
+        gib = float(size)
+    except (TypeError, ValueError):
+        gib = math.nan
+    if not 0 < gib < math.inf:
+        raise ConfigError(
+            f"host_pool_gib is {size!r}, expected a positive number of GiB; give 384, say"
+        )
 
 
 def _choice(left: dict[str, Any], name: str, choices: tuple[str, ...]) -> Any:
