@@ -324,3 +324,33 @@ def test_rows_are_swept_if_less_than_two_kib_lie_side_by_side(
     rows = random_rows(np.random.default_rng(9), 1200, [200, 300])
     case = CopyCase(1200, layers, row_bytes, rows, interleaved)
     assert case.launch(kernels, 11) == (8 if sweeps else 11)
+
+
+@pytest.fixture
+def limit_clusters(kernels: ctypes.CDLL) -> Iterator[Callable[[int], None]]:
+    """Makes the device refuse clusters of more blocks than these, for one test."""
+    yield kernels.limit_clusters
+    kernels.limit_clusters(8)
+    kernels.take_last_error()
+
+
+@pytest.mark.parametrize(("room", "blocks"), [(7, 4), (2, 2), (1, 1)])
+def test_a_sweep_takes_the_cluster_that_a_part_of_a_gpu_has_room_for(
+    room: int, blocks: int, limit_clusters: Callable[[int], None], kernels: ctypes.CDLL
+) -> None:
+    limit_clusters(room)
+    rows = random_rows(np.random.default_rng(8), 5000, [1300, 0, 1401])
+    assert CopyCase(5000, 1, 16, rows, False).launch(kernels) == blocks
+    assert kernels.take_last_error() == 0, "the next launch would be blamed"
+
+
+def test_a_refused_launch_is_not_blamed_on_the_next(
+    limit_clusters: Callable[[int], None], kernels: ctypes.CDLL
+) -> None:
+    limit_clusters(0)
+    case = CopyCase(100, 1, 16, [np.arange(50)], False)
+    params = ctypes.byref(case.params)
+    invalid_cluster_size = 912
+    status = kernels.hotpage_replay_copy(params, None)
+    assert status == _abi.STATUS_CUDA_BASE + invalid_cluster_size
+    assert kernels.take_last_error() == 0
