@@ -58,6 +58,8 @@ def compile_kernels(root: Path, folder: Path, *flags: str) -> ctypes.CDLL:
     subprocess.run([compiler, *options, *sources, "-o", library], check=True)
     kernels = ctypes.CDLL(str(library))
     kernels.take_stored_bytes.restype = ctypes.c_uint64
+    # Otherwise an argument that a caller leaves out is whatever the register holds.
+    kernels.emulate_copy.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_uint, ctypes.c_int]
     return kernels
 
 
