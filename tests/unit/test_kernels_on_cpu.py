@@ -235,16 +235,33 @@ def test_sweeps_move_every_row_of_the_list_and_nothing_else(
     CopyCase(host_rows, layers, 16, rows, interleaved).check(kernels, blocks, sweeps=True)
 
 
-@pytest.mark.parametrize("blocks", [1, 8])
-def test_sweeps_go_through_the_pool_in_order(blocks: int, kernels: ctypes.CDLL) -> None:
-    pool = 5_000_000
-    rows = random_rows(np.random.default_rng(6), pool, [700, 0, 1, 1299, 900])
-    case = CopyCase(pool, 1, 16, rows, False)
-    order = np.empty(sum(len(r) for r in rows), np.int32)
+def sorted_list(kernels: ctypes.CDLL, case: CopyCase, blocks: int) -> np.ndarray:
+    """Host rows in the order in which a sweep of one window kept them."""
+    order = np.empty(case.count.sum(), np.int32)
     status = kernels.emulate_sweep_order(
         ctypes.byref(case.params), blocks, len(order), ctypes.c_void_p(order.ctypes.data)
     )
     assert status == 0
+    return order
+
+
+@pytest.mark.parametrize(("blocks", "least"), [(1, 256), (4, 1024), (8, 2048)])
+def test_a_list_is_sorted_from_256_copies_a_block_on(
+    blocks: int, least: int, kernels: ctypes.CDLL
+) -> None:
+    untouched = np.frombuffer(b"\x5a" * 4, np.int32)
+    for num_copies in (least - 1, least):
+        rows = random_rows(np.random.default_rng(5), 5000, [100, num_copies - 100])
+        order = sorted_list(kernels, CopyCase(5000, 1, 16, rows, False), blocks)
+        assert (order == untouched).all() == (num_copies < least)
+        assert (np.sort(order) == np.sort(np.concatenate(rows))).all() == (num_copies >= least)
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_sweeps_go_through_the_pool_in_order(blocks: int, kernels: ctypes.CDLL) -> None:
+    pool = 5_000_000
+    rows = random_rows(np.random.default_rng(6), pool, [700, 0, 1, 1299, 900])
+    order = sorted_list(kernels, CopyCase(pool, 1, 16, rows, False), blocks)
     np.testing.assert_array_equal(np.sort(order), np.sort(np.concatenate(rows)))
     # Inside a bucket, a 4,096th of the pool, any order will do.
     bucket = (np.ptp(order) + 1) / 4096
