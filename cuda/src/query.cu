@@ -74,8 +74,6 @@ extern "C" hotpage_status hotpage_device_count(int32_t *count) {
   int found = 0;
   const cudaError_t error = cudaGetDeviceCount(&found);
   *count = error == cudaSuccess ? found : 0;
-  // The error is in the status; left behind, it would be blamed on the caller's next launch.
-  (void)cudaGetLastError();
   return status_of(error);
 }
 
@@ -91,7 +89,6 @@ extern "C" hotpage_status hotpage_query_device(hotpage_device_properties *proper
   }
   if (error == cudaSuccess) error = cudaDriverGetVersion(&properties->driver_version);
   if (error == cudaSuccess) error = cudaRuntimeGetVersion(&properties->runtime_version);
-  (void)cudaGetLastError();
   return status_of(error);
 }
 

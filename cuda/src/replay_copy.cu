@@ -30,6 +30,19 @@ unsigned num_sweep_blocks(int32_t max_blocks) {
   return blocks;
 }
 
+// Enqueues a sweep of config's blocks, which are one cluster, its first attribute, or of as many as
+// the device takes: a part of a GPU may have no room for all of them side by side.
+cudaError_t launch_cluster(cudaLaunchConfig_t *config, CopyKernel kernel, const CopyArgs &args) {
+  for (;;) {
+    config->attrs[0].val.clusterDim = {config->gridDim.x, 1, 1};
+    const cudaError_t error = cudaLaunchKernelEx(config, kernel, args);
+    if (error != cudaErrorInvalidClusterSize || config->gridDim.x == 1) return error;
+    // It is not the error of the launch that follows.
+    (void)cudaGetLastError();
+    config->gridDim.x /= 2;
+  }
+}
+
 }  // namespace
 
 hotpage_status check_copy(const hotpage_copy_params &p, int32_t least_layers) {
@@ -68,9 +81,7 @@ hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve
     const cudaError_t raised = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SweepShared));
     if (raised != cudaSuccess) return status_of(raised);
-    cudaLaunchAttribute &cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {config.gridDim.x, 1, 1};
+    attributes[config.numAttrs++].id = cudaLaunchAttributeClusterDimension;
   } else {
     config.gridDim = dim3(params.max_blocks > 0 ? params.max_blocks : kDefaultCopyBlocks);
   }
@@ -79,7 +90,8 @@ hotpage_status launch_copy(const hotpage_copy_params &params, bool after_resolve
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
   }
-  return status_of(cudaLaunchKernelEx(&config, kernel, args));
+  return status_of(sweeps ? launch_cluster(&config, kernel, args)
+                          : cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace hotpage

@@ -37,6 +37,7 @@ LAUNCHED_SOURCES = (
     "invalidate",
     "digest_copies",
     "reset_states",
+    "replay_copy",
 )
 
 
@@ -55,7 +56,11 @@ def compile_kernels(root: Path, folder: Path, *flags: str) -> ctypes.CDLL:
     sources = [EMULATION / "kernels_on_cpu.cpp", EMULATION / "ranks_on_cpu.cpp"]
     sources += [root / "cuda/src" / f"{name}.cu" for name in LAUNCHED_SOURCES]
     subprocess.run([compiler, *options, *sources, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
+    kernels = ctypes.CDLL(str(library))
+    kernels.take_stored_bytes.restype = ctypes.c_uint64
+    # Otherwise an argument that a caller leaves out is whatever the register holds.
+    kernels.emulate_copy.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_uint, ctypes.c_int]
+    return kernels
 
 
 def aligned(shape: tuple[int, ...], dtype: Any, fill: int) -> np.ndarray:

@@ -41,7 +41,7 @@ inline uint32_t cluster_rank() { return blockIdx.x; }
 inline void cluster_sync() {
   // One thread of the block meets the others' on behalf of all.
   __syncthreads();
-  if (threadIdx.x == 0) cpu::cluster->meet();
+  if (threadIdx.x == 0) cpu::cluster->meet(blockIdx.x);
   __syncthreads();
 }
 template <class T>

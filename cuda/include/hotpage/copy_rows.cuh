@@ -152,9 +152,6 @@ __device__ __forceinline__ void copy_list(const CopyArgs &args, CopyShared *shar
   copy_slice(args, shared->first_of_request, num_copies, gridDim.x);
 }
 
-// The kernels' bodies also run on a CPU, in tests; the launch does not.
-#ifdef __CUDACC__
-
 template <bool kAfterResolve>
 __global__ void __launch_bounds__(kCopyThreads, 1)
     copy_rows_kernel(const __grid_constant__ CopyArgs args) {
@@ -165,7 +162,5 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
 #endif
   copy_list(args, &shared);
 }
-
-#endif  // __CUDACC__
 
 }  // namespace hotpage

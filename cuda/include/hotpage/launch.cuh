@@ -8,10 +8,12 @@
 
 namespace hotpage {
 
-// Status of a CUDA call.
+// Status of a CUDA call that has just returned.
 inline hotpage_status status_of(cudaError_t error) {
-  return error == cudaSuccess ? HOTPAGE_OK
-                              : HOTPAGE_STATUS_CUDA_BASE + static_cast<hotpage_status>(error);
+  if (error == cudaSuccess) return HOTPAGE_OK;
+  // The error is in the status; left behind, it would be blamed on the next launch.
+  (void)cudaGetLastError();
+  return HOTPAGE_STATUS_CUDA_BASE + static_cast<hotpage_status>(error);
 }
 
 // Status of the launch just made. OK because cudaGetLastError only reads and clears this thread's

@@ -247,20 +247,19 @@ __device__ __forceinline__ void copy_swept(const CopyArgs &args, SweepShared *s)
   }
 }
 
-// The kernels' bodies also run on a CPU, in tests; the launch does not.
-#ifdef __CUDACC__
-
 template <bool kAfterResolve>
 __global__ void __launch_bounds__(kCopyThreads, 1)
     sweep_copies_kernel(const __grid_constant__ CopyArgs args) {
+#ifdef __CUDACC__
   extern __shared__ __align__(16) char sweep_shared[];
+#else
+  char *sweep_shared = cpu::launched_shared();
+#endif
 #if __CUDA_ARCH__ >= 900
   // Orders the whole resolve, its copy list and counts included, before everything below.
   if (kAfterResolve) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   copy_swept(args, reinterpret_cast<SweepShared *>(sweep_shared));
 }
-
-#endif  // __CUDACC__
 
 }  // namespace hotpage

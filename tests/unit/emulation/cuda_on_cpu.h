@@ -12,14 +12,18 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 #define __device__
@@ -51,7 +55,7 @@ enum class State { kReady, kWaitsForWarp, kWaitsForBlock, kDone };
 
 struct Thread {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(kStackBytes);
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
   unsigned number;
   unsigned collectives;
@@ -139,8 +143,8 @@ inline bool run_block(unsigned num_threads, unsigned index, unsigned grid, unsig
     thread.collectives = 0;
     thread.state = State::kReady;
     getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.data();
-    thread.context.uc_stack.ss_size = thread.stack.size();
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStackBytes;
     thread.context.uc_link = &block.scheduler;
     makecontext(&thread.context, enter, 0);
     order.push_back(&thread);
@@ -165,10 +169,39 @@ inline bool run_block(unsigned num_threads, unsigned index, unsigned grid, unsig
 // Blocks that reach each other's shared memory, a thread of the CPU for each.
 class Cluster {
  public:
-  explicit Cluster(std::vector<char *> shared) : shared_(std::move(shared)) {}
-  uint32_t size() const { return static_cast<uint32_t>(shared_.size()); }
+  Cluster(unsigned size, size_t shared_bytes, unsigned seed)
+      : memory_(size, std::vector<Line>(shared_bytes / sizeof(Line) + 1)), place_(size) {
+    for (unsigned rank = 0; rank < size; ++rank) poison(rank);
+    std::iota(place_.begin(), place_.end(), 0u);
+    std::shuffle(place_.begin(), place_.end(), std::mt19937(seed));
+  }
+  uint32_t size() const { return static_cast<uint32_t>(memory_.size()); }
+  char *shared(unsigned rank) { return memory_[rank].data()->bytes; }
+  // Shared memory starts with anything, and is another block's once its block has ended.
+  void poison(unsigned rank) {
+    std::memset(memory_[rank].data(), 0x5a, memory_[rank].size() * sizeof(Line));
+  }
+  // Blocks start, and leave a meeting, one after the other: what one does before another is ready
+  // for it shows.
+  void stagger(unsigned rank) const {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2) * place_[rank]);
+  }
   // Meets the other blocks. A block that never comes is a deadlock.
-  void meet() {
+  void meet(unsigned rank) {
+    wait_for_all();
+    stagger(rank);
+  }
+  template <class T>
+  T *peer(T *own, unsigned self, unsigned rank) {
+    return reinterpret_cast<T *>(reinterpret_cast<char *>(own) - shared(self) + shared(rank));
+  }
+
+ private:
+  struct alignas(16) Line {
+    char bytes[16];
+  };
+
+  void wait_for_all() {
     std::unique_lock<std::mutex> lock(mutex_);
     const unsigned meeting = meetings_;
     if (++arrived_ == size()) {
@@ -181,18 +214,38 @@ class Cluster {
       std::abort();
     }
   }
-  template <class T>
-  T *peer(T *own, unsigned self, unsigned rank) const {
-    return reinterpret_cast<T *>(reinterpret_cast<char *>(own) - shared_[self] + shared_[rank]);
-  }
 
- private:
-  const std::vector<char *> shared_;
+  std::vector<std::vector<Line>> memory_;
+  std::vector<unsigned> place_;
   std::mutex mutex_;
   std::condition_variable all_here_;
   unsigned arrived_ = 0, meetings_ = 0;
 };
 inline thread_local Cluster *cluster;
+
+// The shared memory that the launch of a cluster gave the caller's block.
+inline char *launched_shared() { return cluster->shared(block.index); }
+
+// Runs one cluster; false if threads of a block wait for each other for ever.
+inline bool run_cluster(unsigned size, size_t shared_bytes, unsigned num_threads, unsigned seed,
+                        void (*body)(void *), void *argument) {
+  Cluster blocks(size, shared_bytes, seed);
+  std::atomic<bool> ended = true;
+  std::vector<std::thread> threads;
+  for (unsigned rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      cluster = &blocks;
+      blocks.stagger(rank);
+      if (!run_block(num_threads, rank, size, seed + rank, body, argument)) ended = false;
+      blocks.poison(rank);
+    });
+  }
+  for (std::thread &thread : threads) thread.join();
+  return ended;
+}
+
+// Bytes that copies wrote: a row that is copied twice is in no pool.
+inline std::atomic<uint64_t> stored_bytes = 0;
 
 struct ThreadNumber {
   operator unsigned() const { return block.running->number; }
@@ -311,4 +364,5 @@ T __ldg(const T *at) {
 template <class T>
 void __stcg(T *at, T value) {
   *at = value;
+  cpu::stored_bytes.fetch_add(sizeof value, std::memory_order_relaxed);
 }

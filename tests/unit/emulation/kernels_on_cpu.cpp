@@ -4,9 +4,7 @@
 
 #include "cuda_runtime.h"
 
-#include <atomic>
 #include <cstring>
-#include <thread>
 
 #include "hotpage/copy_rows.cuh"
 #include "hotpage/resolve.cuh"
@@ -45,35 +43,27 @@ void copy_body(void *argument) {
 
 struct Sweep {
   CopyArgs args;
-  std::vector<SweepShared> shared;  // of each block
+  std::vector<SweepShared> left;  // by each block
 };
 
 void sweep_body(void *argument) {
   Sweep *sweep = static_cast<Sweep *>(argument);
-  copy_swept(sweep->args, &sweep->shared[blockIdx.x]);
+  SweepShared *shared = reinterpret_cast<SweepShared *>(cpu::launched_shared());
+  copy_swept(sweep->args, shared);
+  if (threadIdx.x == 0 && !sweep->left.empty()) sweep->left[blockIdx.x] = *shared;
 }
 
-// A cluster of as many blocks as the launcher takes, each in a thread of its own.
-int emulate_sweep(const CopyArgs &args, unsigned num_blocks, Sweep *sweep) {
+// Blocks of a sweep's cluster, at most so many.
+unsigned sweep_blocks(unsigned most) {
   unsigned size = kMostSweepBlocks;
-  while (size > num_blocks) size /= 2;
-  *sweep = {args, std::vector<SweepShared>(size)};
-  std::memset(static_cast<void *>(sweep->shared.data()), kPoison, size * sizeof(SweepShared));
-  std::vector<char *> shared;
-  for (SweepShared &block : sweep->shared) shared.push_back(reinterpret_cast<char *>(&block));
-  cpu::Cluster cluster(shared);
-  std::atomic<int> status = 0;
-  std::vector<std::thread> threads;
-  for (unsigned index = 0; index < size; ++index) {
-    threads.emplace_back([&, index] {
-      cpu::cluster = &cluster;
-      if (!cpu::run_block(kCopyThreads, index, size, index, sweep_body, sweep)) {
-        status = kDeadlock;
-      }
-    });
-  }
-  for (std::thread &thread : threads) thread.join();
-  return status;
+  while (size > most) size /= 2;
+  return size;
+}
+
+int emulate_sweep(unsigned num_blocks, Sweep *sweep) {
+  const bool ended = cpu::run_cluster(num_blocks, sizeof(SweepShared), kCopyThreads, num_blocks,
+                                      sweep_body, sweep);
+  return ended ? 0 : kDeadlock;
 }
 
 }  // namespace
@@ -107,8 +97,8 @@ extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks
                             unsigned num_blocks, int sweeps) {
   CopyArgs args = plan_copy(*params, *marks);
   if (sweeps) {
-    Sweep sweep;
-    return emulate_sweep(args, num_blocks, &sweep);
+    Sweep sweep = {args, {}};
+    return emulate_sweep(sweep_blocks(num_blocks), &sweep);
   }
   for (unsigned index = 0; index < num_blocks; ++index) {
     if (!cpu::run_block(kCopyThreads, index, num_blocks, index, copy_body, &args)) return kDeadlock;
@@ -119,16 +109,28 @@ extern "C" int emulate_copy(const hotpage_copy_params *params, const HolderMarks
 // Sweeps a list of one window and says in which order: its host rows, by rank.
 extern "C" int emulate_sweep_order(const hotpage_copy_params *params, unsigned num_blocks,
                                    unsigned num_copies, int32_t *host_rows) {
-  Sweep sweep;
-  const int status = emulate_sweep(plan_copy(*params, {}), num_blocks, &sweep);
-  const unsigned size = static_cast<unsigned>(sweep.shared.size());
+  const unsigned size = sweep_blocks(num_blocks);
+  Sweep sweep = {plan_copy(*params, {}), std::vector<SweepShared>(size)};
+  const int status = emulate_sweep(size, &sweep);
   for (unsigned rank = 0; rank < num_copies; ++rank) {
     const unsigned chunk = rank / kRowsPerChunk;
     const unsigned at = chunk / size * kRowsPerChunk + rank % kRowsPerChunk;
-    host_rows[rank] = sweep.shared[chunk % size].kept[at].host_row;
+    host_rows[rank] = sweep.left[chunk % size].kept[at].host_row;
   }
   return status;
 }
 
 // Orders of blocks and threads of the launches that follow.
 extern "C" void seed_launches(unsigned seed) { cpu::launch_seed = seed; }
+
+// Clusters of more blocks are refused from now on.
+extern "C" void limit_clusters(unsigned blocks) { cpu::most_cluster_blocks = blocks; }
+
+// Blocks of the last launch.
+extern "C" unsigned count_launched_blocks() { return cpu::launched_blocks; }
+
+// Bytes that copies wrote since the last call.
+extern "C" uint64_t take_stored_bytes() { return cpu::stored_bytes.exchange(0); }
+
+// The error that the next launcher would be blamed for.
+extern "C" int take_last_error() { return cudaGetLastError(); }
