@@ -416,6 +416,8 @@ class PolicyReport(TypedDict):
     first_mismatch: str | None
     states_seen: list[str]
     traffic_bytes: dict[str, int]
+    """By reason. To the host: `mirrored`, `spilled`, `indexer_to_host`; to the GPU: `restored`,
+    `missed`, `staged`, `indexer_to_gpu`. Each direction adds up to its total above."""
     refusals: dict[str, int]
 
 class DemoReport(TypedDict):
