@@ -365,7 +365,19 @@ def test_weights_that_do_not_fit_at_all_are_the_reason_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = refused(capsys, "--gpu", "h200")
-    assert text.endswith("; the weights do not fit: raise --tp (or --gpus) to 7 or more")
+    assert text.endswith("; the weights do not fit: raise --tp (or --gpus) to 8 or more")
+
+
+def test_ranks_that_are_advised_share_the_heads_of_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpu", "h200", "--weights-gib", "703.8"]
+    # Seven ranks hold the weights; where the heads are not known nothing is added to that.
+    for heads, ranks in ((None, 7), (64, 8), (63, 7), (90, 9)):
+        path = write_config(tmp_path, num_attention_heads=heads)
+        text = refused(capsys, "--model", str(path), *arguments)
+        assert text.endswith(f"raise --tp (or --gpus) to {ranks} or more")
+    assert all(model.attention_heads in (64, 128) for model in MODELS.values())
 
 
 def test_files_that_are_no_configuration_are_refused(

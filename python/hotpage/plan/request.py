@@ -190,6 +190,7 @@ def model_arguments(model: Model, kv_dtype: str, max_model_len: int | None) -> d
         "tokens_per_indexer_row": 1,
         "top_k": model.top_k,
         "max_positions": model.max_positions or max_model_len or 0,
+        "attention_heads": model.attention_heads,
         "request_groups": [],
     }
 
