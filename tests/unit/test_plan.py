@@ -390,6 +390,21 @@ def test_files_that_are_no_configuration_are_refused(
         assert found.endswith("give the model's config.json")
 
 
+def test_a_model_file_that_is_missing_is_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    remedy = "give the folder of a model, or its config.json"
+    assert refused(capsys, "--model", str(tmp_path)) == f"{path} is missing; {remedy}"
+    for name in (str(path), str(tmp_path / "none"), "./none", "none.json"):
+        text = refused(capsys, "--model", name)
+        assert text.startswith(f"{Path(name)} does not exist; ")
+    # An organisation's name before a model's does not make it a path.
+    assert refused(capsys, "--model", "meta/llama").startswith("model is 'meta/llama', expected ")
+    path.mkdir()
+    assert "Is a directory" in refused(capsys, "--model", str(tmp_path))
+
+
 def test_a_pipeline_stage_that_begins_without_an_indexer_is_refused(tmp_path: Path) -> None:
     # Layers 39 to 77 of GLM: the first leader is layer 42, the one before is 38.
     leaders = _core.layers_with_indexer(78, 4, 3)

@@ -168,6 +168,10 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+# Names that can only be paths; `organisation/model` can be either.
+_PATH_STARTS = ("/", "./", "../", "~")
+
+
 def _key(name: str) -> str:
     return name.strip().lower().replace(" ", "-").replace("_", "-")
 
@@ -199,7 +203,11 @@ def find_model(name: str) -> Model:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    if path.is_file():
+        if not path.exists():
+            raise ConfigError(f"{path} is missing; give the folder of a model, or its config.json")
+    if path.exists():
         return read_config(path)
+    if path.suffix == ".json" or name.startswith(_PATH_STARTS):
+        raise ConfigError(f"{path} does not exist; give the path of a model's config.json")
     known = ", ".join(MODELS)
     raise ConfigError(f"model is {name!r}, expected one of {known} or the path of a config.json")
