@@ -102,6 +102,24 @@ def test_a_pool_that_cannot_hold_the_longest_context_shortens_the_default_length
     assert "at least" in refused(capsys, *H200_TP8[1:], "--host-pool-gib", "0.003")
 
 
+@pytest.mark.parametrize(
+    ("text", "contexts"),
+    [
+        ("128K", [131_072]),
+        ("4k,1M", [4096, 1_048_576]),
+        ("8K, 131072,65_536", [8192, 131_072, 65_536]),
+        ("128, 256", [128, 256]),
+        ("128,256K", [128, 262_144]),
+        ("65536,128", [65_536, 128]),
+        ("64", [64]),
+    ],
+)
+def test_lengths_may_be_written_short(
+    text: str, contexts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "--context", text)["inputs"]["contexts"] == contexts
+
+
 def test_ranks_follow_from_gpus_and_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpu", "b300", "--gpus", "16", "--dp", "2", "--context", "65536"]
     assert cli.run(["plan", *arguments, "--json"]) == 0
@@ -209,9 +227,15 @@ def test_the_remedy_of_a_host_pool_removes_the_limit(capsys: pytest.CaptureFixtu
         (["--weights-gib", "-1"], "weights_gib is -1, expected above 0; "),
         (["--hbm-gib", "-80"], "hbm_gib is -80, expected above 0; "),
         (["--offload-gib", "-1"], "offload_gib is -1, expected at least 0; "),
-        (["--context", "0"], "context is 0, expected at least 1; "),
+        (["--context", "0"], "context is 0, expected at least 64 (one block); "),
+        (["--context", "8192,63"], "context is 63, expected at least 64 (one block); "),
         (["--context", "2097152"], "context is 2097152, expected at most 1048576; "),
-        (["--context", "64k"], "context is '64k', expected numbers of tokens "),
+        (["--context", "64kb"], "context is '64kb', expected numbers of tokens "),
+        (["--context", "1.5M"], "context is '1.5M', expected numbers of tokens "),
+        (["--context", "K"], "context is 'K', expected numbers of tokens "),
+        (["--context", "131,072"], "context is '131,072', expected commas between lengths "),
+        (["--context", "8K,1,048,576"], "context is '8K,1,048,576', expected commas between "),
+        (["--context", "2M"], "context is 2097152, expected at most 1048576; "),
         (["--output", "-1"], "output is -1, expected at least 0; "),
         (["--mtp", "-1"], "mtp is -1, expected at least 0; "),
         (["--block-size", "48"], "block_size is 48, expected a multiple of 64; "),

@@ -79,6 +79,15 @@ def _check_draft_layers(request: Request) -> None:
         )
 
 
+def _check_contexts(request: Request) -> None:
+    for tokens in request.contexts:
+        if tokens < request.block_size:
+            raise ConfigError(
+                f"context is {tokens}, expected at least {request.block_size} (one block); give a "
+                "longer one"
+            )
+
+
 def resolve(request: Request) -> Request:
     """The request with every default filled in.
 
@@ -111,6 +120,7 @@ def resolve(request: Request) -> Request:
     if link_gbps is None and request.gpu is not None:
         link_gbps = request.gpu.link_gbps
     _check_draft_layers(request)
+    _check_contexts(request)
     return replace(
         request,
         hbm_gib=memory_gib,
