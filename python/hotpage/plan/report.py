@@ -9,7 +9,7 @@ import math
 import textwrap
 from typing import Any
 
-from hotpage.plan.request import Request
+from hotpage.plan.request import Request, notes
 
 _COLUMNS = 100
 
@@ -136,7 +136,7 @@ def text(request: Request, plan: dict[str, Any]) -> str:
             f"Link time at {plan['hit_rate']:.1%} hits, layout {request.layout}, all running "
             "requests reading from host."
         )
-    parts = [_wrap(line) for line in _head(request, plan)]
+    parts = [_wrap(line) for line in (*_head(request, plan), *notes(request))]
     return "\n".join([*parts, "", *_table(rows), "", *(_wrap(line) for line in sentences)])
 
 
