@@ -416,6 +416,8 @@ class PolicyReport(TypedDict):
     first_mismatch: str | None
     states_seen: list[str]
     traffic_bytes: dict[str, int]
+    """By reason. To the host: `mirrored`, `spilled`, `indexer_to_host`; to the GPU: `restored`,
+    `missed`, `staged`, `indexer_to_gpu`. Each direction adds up to its total above."""
     refusals: dict[str, int]
 
 class DemoReport(TypedDict):
@@ -476,11 +478,12 @@ def plan_capacity(**arguments: Any) -> dict[str, Any]:
     """A capacity plan. Arguments, all by keyword (`hotpage.plan.request` fills them in):
 
     `leaders` (bool for each layer), `draft_layers`, `row_bytes`, `block_align_bytes`,
-    `indexer_row_bytes`, `tokens_per_indexer_row`, `top_k`, `max_positions`, `request_groups`
-    ((page bytes, blocks a request) pairs); `hbm_gib`, `gpu_memory_utilization`, `weights_gib`,
-    `runtime_gib`, `kv_gib`; `gpus`, `tp`, `dp`, `block_size`, `hot_rows`, `mtp`, `host_pool_gib`,
-    `offload_gib`, `registration_gib`, `contexts` (tokens), `output`, `max_model_len`,
-    `batched_tokens`, `max_num_seqs`, `hit_rate`, `link_gbps`, `layout`.
+    `indexer_row_bytes`, `tokens_per_indexer_row`, `top_k`, `max_positions`, `attention_heads`
+    (may be None), `request_groups` ((page bytes, blocks a request) pairs); `hbm_gib`,
+    `gpu_memory_utilization`, `weights_gib`, `runtime_gib`, `kv_gib`; `gpus`, `tp`, `dp`,
+    `block_size`, `hot_rows`, `mtp`, `host_pool_gib`, `offload_gib`, `registration_gib`, `contexts`
+    (tokens), `output`, `max_model_len`, `batched_tokens`, `max_num_seqs`, `hit_rate`,
+    `link_gbps`, `layout`.
 
     Raises:
         ConfigError: an argument is missing, unknown or out of its bounds.

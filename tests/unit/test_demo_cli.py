@@ -57,6 +57,22 @@ def test_json_is_the_whole_output_and_has_the_stated_shape(
     assert report["states_seen"] == ["full", "mixed", "none"]
 
 
+def test_traffic_adds_up_to_the_bytes_of_each_direction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    to_host = {"mirrored", "spilled", "indexer_to_host"}
+    to_gpu = {"restored", "missed", "staged", "indexer_to_gpu"}
+    for name, policy in run_json(capsys, *SMALL)["policies"].items():
+        traffic = policy["traffic_bytes"]
+        assert set(traffic) == to_host | to_gpu
+        assert sum(traffic[kind] for kind in to_host) == policy["bytes_gpu_to_host"]
+        assert sum(traffic[kind] for kind in to_gpu) == policy["bytes_host_to_gpu"]
+        # The pages of earlier turns are found again, and indexer pages are never shared in place.
+        has_host_pool = name != "preempt"
+        assert (traffic["indexer_to_gpu"] > 0) is has_host_pool
+        assert (traffic["indexer_to_host"] > 0) is has_host_pool
+
+
 def test_the_same_seed_gives_the_same_report_and_another_one_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

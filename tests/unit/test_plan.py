@@ -61,7 +61,7 @@ def glm(**changes: Any) -> Request:
 
 def test_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, "--context", "65536,131072")
-    assert list(found) == ["inputs", "model", "points", "crossover_context"]
+    assert list(found) == ["inputs", "model", "points", "crossover_context", "notes"]
     assert [point["context"] for point in found["points"]] == [65_536, 131_072]
     for point in found["points"]:
         assert list(point) == [
@@ -100,6 +100,24 @@ def test_a_pool_that_cannot_hold_the_longest_context_shortens_the_default_length
     pages = found["inputs"]["host_blocks"] - 2
     assert longest == pages * 64
     assert "at least" in refused(capsys, *H200_TP8[1:], "--host-pool-gib", "0.003")
+
+
+@pytest.mark.parametrize(
+    ("text", "contexts"),
+    [
+        ("128K", [131_072]),
+        ("4k,1M", [4096, 1_048_576]),
+        ("8K, 131072,65_536", [8192, 131_072, 65_536]),
+        ("128, 256", [128, 256]),
+        ("128,256K", [128, 262_144]),
+        ("65536,128", [65_536, 128]),
+        ("64", [64]),
+    ],
+)
+def test_lengths_may_be_written_short(
+    text: str, contexts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "--context", text)["inputs"]["contexts"] == contexts
 
 
 def test_ranks_follow_from_gpus_and_replicas(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,32 +187,6 @@ def test_dense_offloading_runs_what_ordinary_residency_runs() -> None:
         assert point["binds"]["offload"] == "gpu:kv"
 
 
-def test_csv_has_one_line_for_each_context(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*H200_TP8, "--context", "8192,65536", "--csv"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert header.startswith("context,ordinary,hotpage,offload,binds.ordinary,")
-    assert [line.split(",")[0] for line in lines] == ["8192", "65536"]
-    assert {len(line.split(",")) for line in lines} == {len(header.split(","))}
-
-
-def test_the_report_names_the_limit_and_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*H200_TP8, "--host-pool-gib", "64", "--context", "131072"]) == 0
-    out = capsys.readouterr().out
-    assert max(len(line) for line in out.splitlines()) <= 100
-    assert "the limit is host pool: raise --host-pool-gib to 24" in out
-    assert "hotpage carries more from" in out
-    assert cli.run([*H200_TP8, "--context", "1048576", "--mtp", "14"]) == 0
-    assert "the limit is GPU" in capsys.readouterr().out
-
-
-def test_the_remedy_of_a_host_pool_removes_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    (point,) = run(capsys, "--host-pool-gib", "64", "--context", "131072")["points"]
-    assert point["binds"]["hotpage"] == "host_pool"
-    larger = str(math.ceil(point["min_host_pool_gib"]))
-    (point,) = run(capsys, "--host-pool-gib", larger, "--context", "131072")["points"]
-    assert point["binds"]["hotpage"] != "host_pool"
-
-
 @pytest.mark.parametrize(
     ("arguments", "begins"),
     [
@@ -209,9 +201,15 @@ def test_the_remedy_of_a_host_pool_removes_the_limit(capsys: pytest.CaptureFixtu
         (["--weights-gib", "-1"], "weights_gib is -1, expected above 0; "),
         (["--hbm-gib", "-80"], "hbm_gib is -80, expected above 0; "),
         (["--offload-gib", "-1"], "offload_gib is -1, expected at least 0; "),
-        (["--context", "0"], "context is 0, expected at least 1; "),
+        (["--context", "0"], "context is 0, expected at least 64 (one block); "),
+        (["--context", "8192,63"], "context is 63, expected at least 64 (one block); "),
         (["--context", "2097152"], "context is 2097152, expected at most 1048576; "),
-        (["--context", "64k"], "context is '64k', expected numbers of tokens "),
+        (["--context", "64kb"], "context is '64kb', expected numbers of tokens "),
+        (["--context", "1.5M"], "context is '1.5M', expected numbers of tokens "),
+        (["--context", "K"], "context is 'K', expected numbers of tokens "),
+        (["--context", "131,072"], "context is '131,072', expected commas between lengths "),
+        (["--context", "8K,1,048,576"], "context is '8K,1,048,576', expected commas between "),
+        (["--context", "2M"], "context is 2097152, expected at most 1048576; "),
         (["--output", "-1"], "output is -1, expected at least 0; "),
         (["--mtp", "-1"], "mtp is -1, expected at least 0; "),
         (["--block-size", "48"], "block_size is 48, expected a multiple of 64; "),
@@ -365,7 +363,19 @@ def test_weights_that_do_not_fit_at_all_are_the_reason_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = refused(capsys, "--gpu", "h200")
-    assert text.endswith("; the weights do not fit: raise --tp (or --gpus) to 7 or more")
+    assert text.endswith("; the weights do not fit: raise --tp (or --gpus) to 8 or more")
+
+
+def test_ranks_that_are_advised_share_the_heads_of_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpu", "h200", "--weights-gib", "703.8"]
+    # Seven ranks hold the weights; where the heads are not known nothing is added to that.
+    for heads, ranks in ((None, 7), (64, 8), (63, 7), (90, 9)):
+        path = write_config(tmp_path, num_attention_heads=heads)
+        text = refused(capsys, "--model", str(path), *arguments)
+        assert text.endswith(f"raise --tp (or --gpus) to {ranks} or more")
+    assert all(model.attention_heads in (64, 128) for model in MODELS.values())
 
 
 def test_files_that_are_no_configuration_are_refused(
@@ -376,6 +386,21 @@ def test_files_that_are_no_configuration_are_refused(
         path.write_text(text)
         found = refused(capsys, "--model", str(path), "--gpu", "h200")
         assert found.endswith("give the model's config.json")
+
+
+def test_a_model_file_that_is_missing_is_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    remedy = "give the folder of a model, or its config.json"
+    assert refused(capsys, "--model", str(tmp_path)) == f"{path} is missing; {remedy}"
+    for name in (str(path), str(tmp_path / "none"), "./none", "none.json"):
+        text = refused(capsys, "--model", name)
+        assert text.startswith(f"{Path(name)} does not exist; ")
+    # An organisation's name before a model's does not make it a path.
+    assert refused(capsys, "--model", "meta/llama").startswith("model is 'meta/llama', expected ")
+    path.mkdir()
+    assert "Is a directory" in refused(capsys, "--model", str(tmp_path))
 
 
 def test_a_pipeline_stage_that_begins_without_an_indexer_is_refused(tmp_path: Path) -> None:

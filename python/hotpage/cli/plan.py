@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,16 +15,35 @@ from hotpage.errors import ConfigError
 _MODEL = typer.Option("--model", help="Model name, or a config.json or its folder.")
 _GPU = typer.Option("--gpu", help="H100, H200, B200, B300, GH200 or RTX-PRO-6000.")
 
+_UNITS = {"": 1, "K": 2**10, "M": 2**20}
+_LENGTH = re.compile("([0-9_]+)([KM]?)")
+
+# Digits as the tool's own table groups them, which could as well be two lengths.
+_GROUPED = re.compile("(?<![0-9_])[0-9]{1,3},[0-9]{3}(?![0-9_KM])")
+
 
 def _contexts(text: str | None) -> tuple[int, ...]:
+    """Lengths in tokens; K is 1,024 and M 1,048,576, as in the help text and on a plot's axis."""
     if text is None:
         return ()
+    if _GROUPED.search(text.upper()):
+        raise ConfigError(
+            f"context is {text!r}, expected commas between lengths alone; write one length as "
+            "131072 or 128K, and a space after a comma between two short ones"
+        )
     try:
-        return tuple(int(part.replace("_", "")) for part in text.split(","))
+        return tuple(_length(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"context is {text!r}, expected numbers of tokens with commas between; say 65536,131072"
+            f"context is {text!r}, expected numbers of tokens with commas between; say 65536,128K"
         ) from None
+
+
+def _length(text: str) -> int:
+    found = _LENGTH.fullmatch(text.strip().upper())
+    if found is None:
+        raise ValueError(text)
+    return int(found[1]) * _UNITS[found[2]]
 
 
 def plan(
@@ -48,7 +68,7 @@ def plan(
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="As for the engine.")] = 0.92,
     context: Annotated[
-        str | None, typer.Option(help="Context lengths, commas between; 8K to 1M.")
+        str | None, typer.Option(help="Context lengths, commas between, K = 1,024; 8K to 1M.")
     ] = None,
     output: Annotated[int, typer.Option(help="Tokens that a request generates.")] = 0,
     hit_rate: Annotated[

@@ -61,6 +61,11 @@ def _pattern(config: dict[str, Any]) -> str | None:
     return "".join(value)
 
 
+def _attention_heads(config: dict[str, Any]) -> int | None:
+    known = config.get("num_attention_heads") is not None
+    return _number(config, "num_attention_heads") if known else None
+
+
 def _weights_gib(folder: Path) -> float | None:
     """Bytes of the checkpoint that lies beside the configuration, in GiB."""
     index = folder / "model.safetensors.index.json"
@@ -112,6 +117,7 @@ def read_config(path: Path) -> Model:
         index_head_dim=_number(config, "index_head_dim"),
         draft_layers=_number(config, "num_nextn_predict_layers", 0),
         max_positions=_number(config, "max_position_embeddings"),
+        attention_heads=_attention_heads(config),
         weights_gib=weights_gib,
         weights_source="model.safetensors.index.json beside it" if weights_gib else "",
     )

@@ -32,6 +32,7 @@ class Model:
     index_head_dim: int = 128
     draft_layers: int = 0
     max_positions: int | None = None
+    attention_heads: int | None = None
     weights_gib: float | None = None
     weights_source: str = ""
     secondary: bool = False
@@ -46,6 +47,9 @@ _GLM_WEIGHTS_GIB = 755.66e9 / 2**30
 # bf16 values.
 _GLM5_SOURCE = "secondary: published write-ups and the HiSparse paper's bytes per request"
 
+# Of transformers' GlmMoeDsaConfig. Heads only round the ranks that a refusal advises.
+_GLM_HEADS = 64
+
 
 def _glm_with_index_share(name: str) -> Model:
     # Offset 3 and frequency 4: layers 0, 1 and 2 lead, then every fourth (6, 10, ... 74).
@@ -58,13 +62,21 @@ def _glm_with_index_share(name: str) -> Model:
         offset=3,
         draft_layers=1,
         max_positions=1_048_576,
+        attention_heads=_GLM_HEADS,
         weights_gib=_GLM_WEIGHTS_GIB,
         weights_source=_GLM_WEIGHTS,
     )
 
 
 def _glm_without_index_share(name: str) -> Model:
-    return Model(name, layers=78, top_k=2048, source=_GLM5_SOURCE, secondary=True)
+    return Model(
+        name,
+        layers=78,
+        top_k=2048,
+        source=_GLM5_SOURCE,
+        attention_heads=_GLM_HEADS,
+        secondary=True,
+    )
 
 
 MODELS: dict[str, Model] = {
@@ -81,6 +93,7 @@ MODELS: dict[str, Model] = {
             source=_PUBLIC_CONFIG,
             draft_layers=1,
             max_positions=163_840,
+            attention_heads=128,
         ),
     )
 }
@@ -155,6 +168,10 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+# Names that can only be paths; `organisation/model` can be either.
+_PATH_STARTS = ("/", "./", "../", "~")
+
+
 def _key(name: str) -> str:
     return name.strip().lower().replace(" ", "-").replace("_", "-")
 
@@ -186,7 +203,11 @@ def find_model(name: str) -> Model:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    if path.is_file():
+        if not path.exists():
+            raise ConfigError(f"{path} is missing; give the folder of a model, or its config.json")
+    if path.exists():
         return read_config(path)
+    if path.suffix == ".json" or name.startswith(_PATH_STARTS):
+        raise ConfigError(f"{path} does not exist; give the path of a model's config.json")
     known = ", ".join(MODELS)
     raise ConfigError(f"model is {name!r}, expected one of {known} or the path of a config.json")

@@ -7,9 +7,11 @@ import csv
 import io
 import math
 import textwrap
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from hotpage.plan.request import Request
+from hotpage.plan.request import Request, longest_context, notes
 
 _COLUMNS = 100
 
@@ -26,9 +28,9 @@ _HEADER = ("context", "ordinary", "hotpage", "bound by", "per request", "host po
 _UNITS = ("tokens", "running", "running", "", "GPU / host MiB", "needs GiB", "ms a step")
 
 
-def _requests(running: float, replicas: int) -> str:
+def _requests(running: float, replicas: int) -> int:
     """Whole requests: each replica runs whole ones."""
-    return f"{math.floor(running / replicas + 1e-9) * replicas:,}"
+    return math.floor(running / replicas + 1e-9) * replicas
 
 
 def _row(point: dict[str, Any], replicas: int) -> tuple[str, ...]:
@@ -36,8 +38,8 @@ def _row(point: dict[str, Any], replicas: int) -> tuple[str, ...]:
     link = point["pcie_ms_per_step"]
     return (
         f"{point['context']:,}",
-        _requests(point["ordinary"], replicas),
-        _requests(point["hotpage"], replicas),
+        f"{_requests(point['ordinary'], replicas):,}",
+        f"{_requests(point['hotpage'], replicas):,}",
         _BINDS[point["binds"]["hotpage"]],
         f"{size['hotpage'] / 2**20:,.0f} / {size['host'] / 2**20:,.0f}",
         f"{math.ceil(point['min_host_pool_gib']):,}",
@@ -95,25 +97,63 @@ def _remedy(point: dict[str, Any], request: Request, plan: dict[str, Any]) -> st
     return "more GPU memory for KV: every page fits or none is given up"
 
 
+def _limits(points: list[dict[str, Any]], request: Request, plan: dict[str, Any]) -> list[str]:
+    """What limits hotpage and how to lift that, a sentence for lengths that share a limit."""
+    lines = []
+    for bind, same in groupby(points, key=lambda point: point["binds"]["hotpage"]):
+        found = list(same)
+        shortest, longest = found[0]["context"], found[-1]["context"]
+        several = shortest < longest
+        where = f"From {shortest:,} to {longest:,}" if several else f"At {longest:,}"
+        # The pool that does not limit is the one number that differs between the lengths.
+        worst = max(found, key=lambda point: point["min_host_pool_gib"])
+        remedy = _remedy(worst, request, plan)
+        lines.append(f"{where} tokens the limit is {_BINDS[bind]}: {remedy}.")
+    return lines
+
+
+def _end_of_pool(longest_shown: int, request: Request) -> list[str]:
+    """That the table ends early, where it is the host pool that ends it."""
+    longest = longest_context(request)
+    without_pool = longest_context(replace(request, host_pool_gib=None))
+    if longest_shown < longest or longest == without_pool:
+        return []
+    return [f"Contexts of more than {longest:,} tokens do not fit the host pool."]
+
+
+def _comparison(point: dict[str, Any], request: Request, plan: dict[str, Any]) -> list[str]:
+    """Which residency carries more; the point is that of the longest length shown."""
+    crossover = plan["crossover_context"]
+    if crossover is not None:
+        return [
+            f"hotpage carries more from {crossover:,} tokens on; shorter contexts are better "
+            "served by ordinary residency."
+        ]
+    ordinary, hotpage = (_requests(point[key], request.dp) for key in ("ordinary", "hotpage"))
+    if point["binds"]["hotpage"] == "host_pool":
+        # No verdict on hotpage: a larger pool may turn it.
+        text = f"With this host pool ordinary residency carries more at {point['context']:,} tokens"
+        return [f"{text}: {ordinary:,} against {hotpage:,}."] if ordinary > hotpage else []
+    if point["context"] < longest_context(request):
+        how = "at least as many"
+    else:
+        how = "more" if ordinary > hotpage else "as many"
+    return [f"Ordinary residency carries {how} at the longest length: leave hotpage out."]
+
+
 def _advice(request: Request, plan: dict[str, Any]) -> list[str]:
-    point = plan["points"][-1]
-    bind = _BINDS[point["binds"]["hotpage"]]
+    points = sorted(plan["points"], key=lambda point: point["context"])
+    point = points[-1]
     lines = [
-        f"At {point['context']:,} tokens the limit is {bind}: {_remedy(point, request, plan)}."
+        *_limits(points, request, plan),
+        *_end_of_pool(point["context"], request),
     ]
     if point["hotpage"] < request.dp:
         lines.append(
             f"Not one request of {point['context']:,} tokens fits, so an engine that admits it "
             "does not start."
         )
-    crossover = plan["crossover_context"]
-    if crossover is None:
-        lines.append("Ordinary residency carries as many at the longest length: leave hotpage out.")
-    else:
-        lines.append(
-            f"hotpage carries more from {crossover:,} tokens on; shorter contexts are better "
-            "served by ordinary residency."
-        )
+    lines += _comparison(point, request, plan)
     kept = point["offload_kept"]
     text = "Dense offloading runs as many as ordinary residency, since a request must be on the GPU"
     if kept is not None:
@@ -136,7 +176,7 @@ def text(request: Request, plan: dict[str, Any]) -> str:
             f"Link time at {plan['hit_rate']:.1%} hits, layout {request.layout}, all running "
             "requests reading from host."
         )
-    parts = [_wrap(line) for line in _head(request, plan)]
+    parts = [_wrap(line) for line in (*_head(request, plan), *notes(request))]
     return "\n".join([*parts, "", *_table(rows), "", *(_wrap(line) for line in sentences)])
 
 

@@ -79,6 +79,15 @@ def _check_draft_layers(request: Request) -> None:
         )
 
 
+def _check_contexts(request: Request) -> None:
+    for tokens in request.contexts:
+        if tokens < request.block_size:
+            raise ConfigError(
+                f"context is {tokens}, expected at least {request.block_size} (one block); give a "
+                "longer one"
+            )
+
+
 def resolve(request: Request) -> Request:
     """The request with every default filled in.
 
@@ -111,6 +120,7 @@ def resolve(request: Request) -> Request:
     if link_gbps is None and request.gpu is not None:
         link_gbps = request.gpu.link_gbps
     _check_draft_layers(request)
+    _check_contexts(request)
     return replace(
         request,
         hbm_gib=memory_gib,
@@ -190,6 +200,7 @@ def model_arguments(model: Model, kv_dtype: str, max_model_len: int | None) -> d
         "tokens_per_indexer_row": 1,
         "top_k": model.top_k,
         "max_positions": model.max_positions or max_model_len or 0,
+        "attention_heads": model.attention_heads,
         "request_groups": [],
     }
 
@@ -247,7 +258,7 @@ def answer(request: Request) -> dict[str, Any]:
 
     Keys: `inputs` (resolved, with sources), `model` (geometry and packing), `points` (one for each
     context; requests over all replicas, bytes of one request, GiB of one replica's host pool,
-    milliseconds of one GPU's link) and `crossover_context` (tokens, or None).
+    milliseconds of one GPU's link), `crossover_context` (tokens, or None) and `notes` (sentences).
 
     Raises:
         ConfigError: an input is missing or out of its bounds.
@@ -264,7 +275,25 @@ def shape(request: Request, plan: dict[str, Any]) -> dict[str, Any]:
         "model": _model(request.model, plan["packing"]),
         "points": [{key: point[key] for key in _POINT_KEYS} for point in plan["points"]],
         "crossover_context": plan["crossover_context"],
+        "notes": notes(request),
     }
+
+
+def notes(request: Request) -> list[str]:
+    """What `engine: native` of the vLLM adapter does not serve of the plan; empty if nothing."""
+    limits = (
+        (request.tp > 1, f"tp {request.tp}", "one GPU an engine"),
+        (request.mtp > 0, f"MTP {request.mtp}", "no draft tokens"),
+        (request.kv_dtype != FP8_DS_MLA, f"{request.kv_dtype} rows", f"{FP8_DS_MLA} rows"),
+        (request.block_size != 64, f"blocks of {request.block_size} tokens", "blocks of 64"),
+    )
+    asked = [what for beyond, what, _ in limits if beyond]
+    takes = [bound for beyond, _, bound in limits if beyond]
+    if not asked:
+        return []
+    return [
+        f"engine: native does not serve {' and '.join(asked)} yet: it takes {' and '.join(takes)}."
+    ]
 
 
 def _inputs(request: Request, plan: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ pub struct Model {
     pub top_k: u64,
     /// Longest context of the model in tokens.
     pub max_positions: u64,
+    /// Attention heads, which ranks share evenly; unknown, any number of ranks is advised.
+    pub attention_heads: Option<u64>,
     /// Groups of a fixed number of blocks a request.
     pub request_groups: Vec<RequestGroup>,
 }

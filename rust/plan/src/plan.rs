@@ -55,6 +55,9 @@ pub struct Inputs {
 /// Batches that vLLM 0.33 has under way at once with asynchronous scheduling.
 pub const CONCURRENT_BATCHES: u64 = 2;
 
+/// More ranks than any replica has.
+const MAX_RANKS: i64 = 1 << 16;
+
 /// What keeps a number from being larger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bind {
@@ -192,7 +195,7 @@ impl<'a> Machine<'a> {
         let model = &inputs.model;
         let packing = Packing::new(model, inputs.block_size, inputs.hot_rows, inputs.mtp)?;
         inputs.memory.validate()?;
-        let tp = within("tp", inputs.tp, 1, 1 << 16, "give the ranks of one replica")?;
+        let tp = within("tp", inputs.tp, 1, MAX_RANKS, "give the ranks of one replica")?;
         let dp = within("dp", inputs.dp, 1, 1 << 16, "give the number of replicas")?;
         check_gpus(inputs.gpus, tp, dp)?;
         let positions = i64::try_from(model.max_positions).unwrap_or(i64::MAX);
@@ -347,8 +350,9 @@ impl<'a> Machine<'a> {
             format!("raise --tp, or admit less than {} tokens", self.admitted(tokens))
         } else if for_weights > 0.0 {
             // So many ranks leave a GPU nothing for KV, or less than one rank's share of weights.
-            let least = (memory.weights_gib / for_weights).floor() + 1.0;
-            format!("the weights do not fit: raise --tp (or --gpus) to {least} or more")
+            let least = (memory.weights_gib / for_weights).floor() as u64 + 1;
+            let ranks = even_ranks(least, self.inputs.model.attention_heads);
+            format!("the weights do not fit: raise --tp (or --gpus) to {ranks} or more")
         } else {
             "no weights fit beside the runtime: take GPUs with more memory".to_owned()
         };
@@ -448,6 +452,15 @@ impl Limits {
             Bind::GpuIndexer
         }
     }
+}
+
+/// Least ranks from `least` on that share the attention heads evenly; `least` itself if the heads
+/// are unknown or fewer.
+fn even_ranks(least: u64, heads: Option<u64>) -> u64 {
+    // Bounded, because a configuration may claim any number of heads.
+    let most = heads.unwrap_or(0).min(MAX_RANKS.unsigned_abs());
+    let even = |ranks: &u64| heads.map_or(false, |heads| heads % ranks == 0);
+    (least..=most).find(even).unwrap_or(least)
 }
 
 fn check_gpus(gpus: Option<i64>, tp: u64, dp: u64) -> Result<()> {

@@ -29,6 +29,7 @@ fn model(leaders: Vec<bool>, row_bytes: u64) -> Model {
         tokens_per_indexer_row: 1,
         top_k: 2048,
         max_positions: 1 << 20,
+        attention_heads: None,
         request_groups: Vec::new(),
     }
 }
@@ -452,6 +453,27 @@ fn weights_that_do_not_fit_are_named_with_the_least_ranks_that_hold_them() {
     assert_eq!(remedy(&run), text);
     run.memory.hbm_gib = 16.0;
     assert_eq!(remedy(&run), "no weights fit beside the runtime: take GPUs with more memory");
+}
+
+#[test]
+fn the_ranks_that_are_advised_share_the_attention_heads_evenly() {
+    let mut run = inputs(glm(FP8));
+    run.tp = 1;
+    for (heads, ranks) in [
+        (None, 7),
+        (Some(64), 8),
+        (Some(128), 8),
+        (Some(63), 7),
+        (Some(6), 7),
+        (Some(0), 7),
+        (Some(u64::MAX), 15),
+        // A prime over every number of ranks that the planner takes.
+        (Some(2_147_483_647), 7),
+    ] {
+        run.model.attention_heads = heads;
+        let ending = format!("raise --tp (or --gpus) to {ranks} or more");
+        assert!(refusal(&run).ends_with(&ending), "{heads:?}: {}", refusal(&run));
+    }
 }
 
 #[test]

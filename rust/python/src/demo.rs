@@ -231,7 +231,8 @@ fn policy_dict<'py>(py: Python<'py>, policy: &PolicyReport) -> PyResult<Bound<'p
     }
     dict.set_item("first_mismatch", first_mismatch.map(|mismatch| mismatch.to_string()))?;
     dict.set_item("states_seen", state_names(py, *states)?)?;
-    dict.set_item("traffic_bytes", traffic_dict(py, *traffic)?)?;
+    let indexer = [bytes_to_host - traffic.to_host(), bytes_to_gpu - traffic.to_gpu()];
+    dict.set_item("traffic_bytes", traffic_dict(py, *traffic, indexer)?)?;
     dict.set_item("refusals", refusals_dict(py, *refusals)?)?;
     Ok(dict)
 }
@@ -242,7 +243,12 @@ fn state_names(py: Python<'_>, states: StatesSeen) -> PyResult<Bound<'_, PyList>
     PyList::new(py, named.into_iter().filter_map(|(name, seen)| seen.then_some(name)))
 }
 
-fn traffic_dict(py: Python<'_>, traffic: Traffic) -> PyResult<Bound<'_, PyDict>> {
+/// Bytes by reason; those of indexer pages, to the host and back, are counted beside the rows.
+fn traffic_dict(
+    py: Python<'_>,
+    traffic: Traffic,
+    [indexer_to_host, indexer_to_gpu]: [u64; 2],
+) -> PyResult<Bound<'_, PyDict>> {
     let Traffic { mirrored, spilled, restored, missed, staged } = traffic;
     let dict = PyDict::new(py);
     for (name, bytes) in [
@@ -251,6 +257,8 @@ fn traffic_dict(py: Python<'_>, traffic: Traffic) -> PyResult<Bound<'_, PyDict>>
         ("restored", restored),
         ("missed", missed),
         ("staged", staged),
+        ("indexer_to_host", indexer_to_host),
+        ("indexer_to_gpu", indexer_to_gpu),
     ] {
         dict.set_item(name, bytes)?;
     }

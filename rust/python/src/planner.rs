@@ -65,6 +65,7 @@ fn read_model(settings: &mut Settings<'_>) -> PyResult<Model> {
         tokens_per_indexer_row: read(settings, "tokens_per_indexer_row", COUNT)?,
         top_k: read(settings, "top_k", COUNT)?,
         max_positions: read(settings, "max_positions", COUNT)?,
+        attention_heads: read_optional(settings, "attention_heads", COUNT)?,
         request_groups: groups
             .into_iter()
             .map(|(page_bytes, blocks_per_request)| RequestGroup { page_bytes, blocks_per_request })
