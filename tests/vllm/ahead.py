@@ -172,13 +172,17 @@ class ServingAhead(Serving):
             if self._is_current(admission):
                 self._take_result(admission, tokens, num_drafts)
         self._acknowledge(flight.metadata)
+        self._free_held_back()
+        self._check_events()
+
+    def _free_held_back(self) -> None:
+        """One more step has run."""
         held_back, self._held_back = self._held_back, []
         for num_flights, blocks in held_back:
             if num_flights > 1:
                 self._held_back.append((num_flights - 1, blocks))
             else:
                 self.side.manager.block_pool.free_blocks(reversed(blocks))
-        self._check_events()
 
     def _check_events(self) -> None:
         """Nobody who follows the events believes in a block that is gone."""

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from cpu_plans import Make
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -35,3 +40,12 @@ def kernels(root: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL
     from emulated import compile_kernels
 
     return compile_kernels(root, tmp_path_factory.mktemp("emulation"))
+
+
+@pytest.fixture
+def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes workers whose plans the test writes by hand."""
+    from cpu_plans import workers
+
+    with workers(kernels, monkeypatch) as build:
+        yield build

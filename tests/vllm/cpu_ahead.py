@@ -129,12 +129,7 @@ class CpuServingAhead(CpuServing, ServingAhead):
             if self._is_current(entry.admission):
                 self._result(entry.admission)
         self._answer()
-        held_back, self._held_back = self._held_back, []
-        for num_flights, blocks in held_back:
-            if num_flights > 1:
-                self._held_back.append((num_flights - 1, blocks))
-            else:
-                self.side.manager.block_pool.free_blocks(reversed(blocks))
+        self._free_held_back()
 
     def _part(self, entry: Entry) -> Part:
         life, end = entry.admission.life, entry.start + entry.count

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,19 +19,12 @@ from cpu_plans import (
     plan,
     reader,
     seed_reader,
-    workers,
 )
 from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, Model
 
 from hotpage._core import TRANSFER_MIRRORED
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with workers(kernels, monkeypatch) as build:
-        yield build
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

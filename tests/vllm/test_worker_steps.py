@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds
 
 import torch
 from cpu_attention import Attention
-from cpu_plans import LAYOUTS, PAGE, Make, Transfer, page_of, plan, seed_reader, workers
+from cpu_plans import LAYOUTS, PAGE, Make, Transfer, page_of, plan, seed_reader
 from cpu_streams import Streams
 from worker_on_cpu import BLOCK, MIXED, ONE_EACH, PACKED, Model
 
@@ -28,12 +26,6 @@ from hotpage._core import (
 from hotpage.errors import InvariantError, ProtocolError
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with workers(kernels, monkeypatch) as build:
-        yield build
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

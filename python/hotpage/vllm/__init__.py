@@ -17,15 +17,15 @@ __all__ = ["HiSparseConnector"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "HiSparseConnector":
+        from hotpage.vllm.connector import HiSparseConnector
+
+        return HiSparseConnector
     # An AttributeError would reach the user as vLLM's own text, which knows no remedy.
-    if name.endswith("Connector") and name not in __all__:
+    if name.endswith("Connector"):
         raise ConfigError(
             f"hotpage.vllm has no {name}; give kv_connector_module_path to the HiSparseConnector "
             "alone, inside a MultiConnector too, and write that out in the place of "
             "--kv-offloading-size"
         )
-    if name != "HiSparseConnector":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hotpage.vllm.connector import HiSparseConnector
-
-    return HiSparseConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

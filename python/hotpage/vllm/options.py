@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the options in `kv_connector_extra_config`, and the settings that native refuses.
 
-`host_pool_gib` is among the options but vLLM's own, which checks it when the weights are loaded.
+`host_pool_gib` is among the options but vLLM's own, which asks for it when the weights are loaded;
+here a value that is no size is refused earlier.
 """
 
 from __future__ import annotations
@@ -164,7 +165,6 @@ def check_native(config: VllmConfig, options: Options) -> None:
 def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
     parallel = config.parallel_config
     found = []
-    remedy = 'set "engine": "upstream" in kv_connector_extra_config'
     if parallel.prefill_context_parallel_size > 1:
         found.append(
             "engine native does not serve prefill_context_parallel_size "
@@ -180,7 +180,7 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
     model = config.model_config
     if model is not None and getattr(model, "enable_sleep_mode", False):
         found.append(
-            f"engine native does not survive sleep mode; drop --enable-sleep-mode or {remedy}"
+            f"engine native does not survive sleep mode; drop --enable-sleep-mode {_OR_UPSTREAM}"
         )
     kind = getattr(getattr(model, "hf_config", None), "model_type", None)
     if kind == "deepseek_v4":

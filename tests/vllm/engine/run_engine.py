@@ -99,6 +99,7 @@ class Check:
         self._report = report
         self._model = write_model(arguments.model, folder / arguments.model, arguments.layers)
         self._turns = make_turns(SEED, Scale())
+        self._small_blocks: int = arguments.gpu_blocks or SMALL[arguments.model]
         self._ample: Any = None
         kept = arguments.kept
         if kept is not None and kept.is_file() and "ample" not in arguments.phases:
@@ -112,8 +113,7 @@ class Check:
                 if engine is not None:
                     self._run_ample(engine, phases)
         if {"small", "faults", "views"} & set(phases):
-            blocks = self._arguments.gpu_blocks or SMALL[self._arguments.model]
-            with self._engine("small", blocks) as engine:
+            with self._engine("small", self._small_blocks) as engine:
                 if engine is not None:
                     self._run_small(engine, phases)
         if self._arguments.engine == "native" and "regions" in phases:
@@ -308,8 +308,7 @@ class Check:
     def _run_baseline(self) -> None:
         """A small pool against vLLM without HiSparse, whose kernels round otherwise."""
         runs: dict[str, tuple[dict, Served]] = {}
-        blocks = self._arguments.gpu_blocks or SMALL[self._arguments.model]
-        with self._engine("calm", blocks, query_scale=CALM) as engine:
+        with self._engine("calm", self._small_blocks, query_scale=CALM) as engine:
             if engine is None:
                 return
             probe = Probe(engine)
