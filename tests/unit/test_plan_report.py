@@ -109,13 +109,12 @@ def test_where_hotpage_has_no_advantage_it_is_advised_against(
     [
         ([], None),
         (["--tp", "8"], "tp 8 yet: it takes one GPU an engine."),
-        (["--mtp", "1"], "MTP 1 yet: it takes no draft tokens."),
-        (
-            ["--tp", "2", "--mtp", "3"],
-            "tp 2 and MTP 3 yet: it takes one GPU an engine and no draft tokens.",
-        ),
-        (["--kv-dtype", "bf16"], "bf16 rows yet: it takes fp8_ds_mla rows."),
+        (["--mtp", "3", "--kv-dtype", "bf16"], None),
         (["--block-size", "128"], "blocks of 128 tokens yet: it takes blocks of 64."),
+        (
+            ["--tp", "2", "--block-size", "128"],
+            "tp 2 and blocks of 128 tokens yet: it takes one GPU an engine and blocks of 64.",
+        ),
         (["--dp", "2"], None),
     ],
 )

@@ -19,7 +19,7 @@ from engine.models import deepseek_v32
 from serving import row_values
 from sides import HOTPAGE, Shape
 from toy_worker import ToyWorker
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as upstream
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
@@ -80,19 +80,19 @@ class Setting:
     num_blocks: int = 90
     host_blocks: int = 120
     updates: bool = False
-    eager: bool = True
 
-    def config(self, folder: Path, patch: pytest.MonkeyPatch) -> VllmConfig:
-        """vLLM's configuration; the model is a file in `folder`."""
+    def config(self, folder: Path, patch: pytest.MonkeyPatch, **options: Any) -> VllmConfig:
+        """vLLM's configuration with further options of ours; the model is a file in `folder`."""
         (folder / "config.json").write_text(json.dumps(deepseek_v32(4)))
         extra = {
             "host_pool_gib": 1,
             "hot_return_steps": 4,
             "allocate_fast_path": self.fast_path,
+            **options,
         }
         arguments = EngineArgs(
             model=str(folder), skip_tokenizer_init=True, load_format="dummy",
-            max_model_len=MAX_MODEL_LEN, enforce_eager=self.eager, kv_cache_dtype="fp8_ds_mla",
+            max_model_len=MAX_MODEL_LEN, kv_cache_dtype="fp8_ds_mla",
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.step_tokens,
             scheduling_policy=self.policy, enable_prefix_caching=self.caching,
             long_prefill_token_threshold=self.prefill_threshold,
@@ -105,6 +105,8 @@ class Setting:
             platform.setattr(vllm.platforms, "_current_platform", HopperOnPaper())
             config = arguments.create_engine_config()
         assert config.scheduler_config.async_scheduling, "it is vLLM's default"
+        mode = config.compilation_config.cudagraph_mode
+        assert mode == CUDAGraphMode.FULL_AND_PIECEWISE, "it is vLLM's default"
         config.model_config.hf_config.index_topk = 2 * BLOCK
         config.cache_config.num_gpu_blocks = self.num_blocks
         config.cache_config.block_size = BLOCK

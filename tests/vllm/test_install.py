@@ -52,7 +52,7 @@ def test_vllm_finds_the_entry_point_and_it_activates() -> None:
 
 
 def test_the_command_of_the_readme_asks_for_what_native_serves(root: Path) -> None:
-    """Left to itself vLLM keeps rows of another kind, and captures graphs."""
+    """Left to itself vLLM keeps rows of another kind."""
     text = (root / "README.md").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^    (--kv-transfer-config '.*?)\n\n", text, re.M | re.S)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -63,4 +63,3 @@ def test_the_command_of_the_readme_asks_for_what_native_serves(root: Path) -> No
     assert parse_options(transfer.kv_connector_extra_config).engine == "native"
     assert arguments.kv_cache_dtype == "fp8_ds_mla"
     assert arguments.attention_backend == "FLASHMLA_SPARSE"
-    assert arguments.enforce_eager

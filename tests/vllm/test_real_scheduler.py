@@ -50,14 +50,13 @@ def test_requests_of_vllms_own_scheduler_read_their_rows_and_leave_nothing(
     assert host_only or setting.max_num_seqs == 1, "nothing was read from the host"
 
 
-def test_graphs_are_refused_while_vllm_makes_its_configuration(
+def test_a_wrong_option_is_refused_while_vllm_makes_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are vLLM's default; the weights of a large model take minutes to load."""
-    with pytest.raises(ValueError, match="does not serve CUDA graphs yet; add --enforce-eager"):
-        Setting(eager=False).config(tmp_path, monkeypatch)
-    upstream = {"host_pool_gib": 1, "engine": "upstream"}
-    assert not HiSparseConnector.requires_piecewise_for_cudagraph(upstream)
+    """The weights of a large model take minutes to load."""
+    with pytest.raises(ValueError, match="hot_steps is no option of hotpage"):
+        Setting().config(tmp_path, monkeypatch, hot_steps=3)
+    assert not HiSparseConnector.requires_piecewise_for_cudagraph({"host_pool_gib": 1})
 
 
 def test_the_comparison_notices_pages_that_the_pool_has_handed_to_others(

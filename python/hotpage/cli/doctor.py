@@ -137,8 +137,8 @@ def _verdict(checks: list[Check]) -> str:
     ok = {check.name: check.ok for check in checks}
     if all(ok.values()):
         return (
-            "Everything is in place to serve under vLLM: eager mode, fp8_ds_mla rows, one GPU an "
-            "engine. engine native refuses other settings at start, each with its remedy."
+            "Everything is in place to serve under vLLM, one GPU an engine. engine native refuses "
+            "settings that it does not serve at start, each with its remedy."
         )
     if ok["core"]:
         return "The embedded commands work here; serving under vLLM does not."

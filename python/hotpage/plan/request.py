@@ -283,8 +283,6 @@ def notes(request: Request) -> list[str]:
     """What `engine: native` of the vLLM adapter does not serve of the plan; empty if nothing."""
     limits = (
         (request.tp > 1, f"tp {request.tp}", "one GPU an engine"),
-        (request.mtp > 0, f"MTP {request.mtp}", "no draft tokens"),
-        (request.kv_dtype != FP8_DS_MLA, f"{request.kv_dtype} rows", f"{FP8_DS_MLA} rows"),
         (request.block_size != 64, f"blocks of {request.block_size} tokens", "blocks of 64"),
     )
     asked = [what for beyond, what, _ in limits if beyond]

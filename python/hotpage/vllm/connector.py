@@ -12,14 +12,7 @@ from hotpage.errors import ConfigError
 from hotpage.vllm import plugin
 from hotpage.vllm._compat import check_vllm
 from hotpage.vllm.metadata import HotPageConnectorMetadata
-from hotpage.vllm.options import (
-    NO_GRAPHS,
-    Options,
-    check_native,
-    check_steps,
-    check_worker,
-    parse_options,
-)
+from hotpage.vllm.options import Options, check_native, check_worker, parse_options
 from hotpage.vllm.scheduler import NativeConnectorScheduler
 from hotpage.vllm.wiring import CoordinatorSettings
 
@@ -66,14 +59,13 @@ class HiSparseConnector(upstream.HiSparseConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """As vLLM's, which asks while it makes its configuration, and only if it is about to
-        capture graphs of whole steps: minutes of loading weights come after that.
+        """As vLLM's, which asks while it makes its configuration: minutes of loading weights come
+        after that.
 
         Raises:
-            ConfigError: native serves no graphs, or an option that cannot work.
+            ConfigError: an option that cannot work.
         """
-        if parse_options(extra_config).engine == "native":
-            raise ConfigError(NO_GRAPHS)
+        parse_options(extra_config)
         return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
@@ -91,7 +83,7 @@ class HiSparseConnector(upstream.HiSparseConnector):
         options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if options.engine == "native":
             _check(vllm_config, KVConnectorRole.SCHEDULER, options)
-            check_steps(vllm_config)
+            check_worker(vllm_config)
         return super().get_required_kvcache_layout(vllm_config)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -26,9 +26,6 @@ HOST_BLIND_SIBLINGS = frozenset({"OffloadingConnector"})
 
 _OR_UPSTREAM = 'or set "engine": "upstream" in kv_connector_extra_config'
 
-NO_GRAPHS = f"engine native does not serve CUDA graphs yet; add --enforce-eager {_OR_UPSTREAM}"
-"""What a user reads who has not switched them off."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -117,38 +114,15 @@ def native_options(config: VllmConfig) -> Options | None:
 
 
 def check_worker(config: VllmConfig) -> None:
-    """Refuses what the native worker was not proven to serve; for a worker's own configuration.
+    """Refuses what the native worker was not proven to serve.
 
     Raises:
         ConfigError: one sentence that names the setting and the remedy.
     """
-    check_steps(config)
-    if config.cache_config.cache_dtype not in ("fp8", "fp8_ds_mla"):
-        raise ConfigError(
-            "engine native does not serve bf16 rows yet, which kv_cache_dtype auto and bfloat16 "
-            f"both mean, and got {config.cache_config.cache_dtype}; use fp8_ds_mla {_OR_UPSTREAM}"
-        )
-
-
-def check_steps(config: VllmConfig) -> None:
-    """The part of `check_worker` that the engine core can check, too: attention layers may give
-    their worker's `cache_dtype` another name.
-
-    Raises:
-        ConfigError: as `check_worker`.
-    """
-    from vllm.config import CUDAGraphMode
-
     if config.parallel_config.world_size > 1:
         raise ConfigError(
             f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
             f"use data parallel replicas {_OR_UPSTREAM}"
-        )
-    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        raise ConfigError(NO_GRAPHS)
-    if config.num_speculative_tokens:
-        raise ConfigError(
-            f"engine native does not serve speculative decoding yet; drop it {_OR_UPSTREAM}"
         )
 
 

@@ -49,6 +49,7 @@ class RowLengths:
         self._row = torch.arange(1, max_rows + 1, dtype=torch.int32, device=device)
         self._metadata: Any = None
         self._num_rows = 0
+        self._captured = False
         self._served: set[object] = set()
 
     def forget(self) -> None:
@@ -65,9 +66,14 @@ class RowLengths:
         """
         import torch
 
-        # Inside a capture the work must be recorded by the graph that replays it.
-        known = self._metadata is metadata and self._num_rows >= num_rows
-        if known and group not in self._served and not _is_capturing():
+        # A graph must hold the work that its replays need, once for all index groups.
+        capturing = torch.cuda.is_current_stream_capturing()
+        known = (
+            self._metadata is metadata
+            and self._num_rows >= num_rows
+            and self._captured == capturing
+        )
+        if known and group not in self._served:
             self._served.add(group)
             return
         request = metadata.req_id_per_token[:num_rows]
@@ -77,13 +83,8 @@ class RowLengths:
             self._row[:num_rows],
             out=self.buffer[:num_rows],
         )
-        self._metadata, self._num_rows, self._served = metadata, num_rows, {group}
-
-
-def _is_capturing() -> bool:
-    import torch
-
-    return torch.cuda.is_current_stream_capturing()
+        self._metadata, self._num_rows = metadata, num_rows
+        self._captured, self._served = capturing, {group}
 
 
 class GroupResolver:
