@@ -22,7 +22,7 @@ PROMPT, ANSWER = 1500, 8
 ROW, OTHER = 700, 701
 """Rows of one page."""
 STEP = PROMPT + 3
-"""Position of the decode row before which the row is replaced."""
+"""Position of a decode row; the row is replaced before its step."""
 
 
 def check_sensitivity(engine: Engine, probe: Probe, draw: random.Random) -> str:
@@ -39,9 +39,13 @@ def check_sensitivity(engine: Engine, probe: Probe, draw: random.Random) -> str:
     probe.scripts = {turn.name: tokens}
     layer = len(engine.layers) // 2
 
+    replaced: list[int] = []
+
     def run(replace: bool) -> tuple[dict[int, Outcome], int]:
         probe.take()
-        probe.before_forward = (lambda batch: _replace(engine, layer, batch)) if replace else None
+        probe.before_forward = (
+            (lambda batch: replaced.extend(_replace(engine, layer, batch))) if replace else None
+        )
         serve(engine, [turn])
         outcomes, faults = probe.take()
         probe.before_forward = None
@@ -55,28 +59,33 @@ def check_sensitivity(engine: Engine, probe: Probe, draw: random.Random) -> str:
         assert torch.equal(_bits(first[at].logits), _bits(again[at].logits)), (
             f"equal runs differ at position {at}"
         )
+    since = replaced[0]
     same = [at for at in answers if torch.equal(_bits(first[at].logits), _bits(wrong[at].logits))]
-    assert same == [at for at in answers if at < STEP], f"logits are equal at {same}"
+    assert same == [at for at in answers if at < since], f"logits are equal at {same}"
     rows = [at for at in answers if first[at].attended != wrong[at].attended]
-    assert rows == [at for at in answers if at >= STEP], f"attended rows differ at {rows}"
+    assert rows == [at for at in answers if at >= since], f"attended rows differ at {rows}"
     assert found, "the replaced row was attended and not found"
     change = float((first[STEP].logits.float() - wrong[STEP].logits.float()).abs().max())
     return f"row {ROW} of layer {layer} replaced: logits change by up to {change:.3g}"
 
 
-def _replace(engine: Engine, layer: int, batch: Batch) -> None:
-    if batch.last_positions != [STEP]:
-        return
+def _replace(engine: Engine, layer: int, batch: Batch) -> list[int]:
+    """Replaces the row, and returns the position of the step's first decode row."""
+    positions = [position for _, position in batch.decode_rows]
+    if STEP not in positions:
+        return []
     handle = engine.layers[layer].hisparse_cache
     block = int(handle.block_table[int(batch.state_rows[0]), ROW // BLOCK])
     assert block != 0, "the page is not on the GPU"
     page = handle.view.cache[block]
     page[ROW % BLOCK] = page[OTHER % BLOCK]
+    return positions[:1]
 
 
 def attend_first_rows(group: int, logical: torch.Tensor, batch: Batch) -> None:
     """A selection by position in the place of the indexer's, as `Probe.before_resolve`."""
     del group
-    last = torch.tensor(batch.last_positions[: logical.shape[0]], device=logical.device)
+    positions = [position for _, position in batch.decode_rows]
+    last = torch.tensor(positions[: logical.shape[0]], device=logical.device)
     column = torch.arange(logical.shape[1], device=logical.device, dtype=logical.dtype)
     logical.copy_(torch.where(column <= last[:, None], column, -1))

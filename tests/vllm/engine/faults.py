@@ -81,9 +81,14 @@ class NativeAccess(UpstreamAccess):
     def drop_next_mirror(self) -> None:
         """The coming mirror does not run, and nothing says otherwise."""
         mirrors = self._engine.worker._mirrors
+        original = mirrors._launch
 
         def launch(which: int, num_tokens: int) -> None:
-            del mirrors._launch
+            # The drafter's rows of the step before may still have to go.
+            if which:
+                original(which, num_tokens)
+            else:
+                del mirrors._launch
 
         mirrors._launch = launch
 
@@ -106,7 +111,11 @@ class _Selected:
 
 
 class _AtResolve:
-    """A fault that is planted between the indexer's choice and its resolution."""
+    """A fault that is planted between the indexer's choice and its resolution.
+
+    Where graphs run nobody can look in between: there it is planted before the forward pass in all
+    rows of a request that the step could meet.
+    """
 
     in_hot_region: bool
 
@@ -117,7 +126,7 @@ class _AtResolve:
 
     def before_resolve(self, group: int, logical: torch.Tensor, batch: Batch) -> None:
         """Plants the fault in the first step in which it would be met."""
-        if self.planted is not None or group not in self._groups():
+        if self.planted is not None or group not in self._groups() or self._engine.spec.graphs:
             return
         found = self._find(group, logical, batch)
         if found is None:
@@ -130,7 +139,30 @@ class _AtResolve:
         self.planted = f"{name} position {found.position} host row {found.host_row} group {group}"
 
     def before_forward(self, batch: Batch) -> None:
-        """Does nothing."""
+        """Plants the fault where graphs run."""
+        if self.planted is not None or not self._engine.spec.graphs:
+            return
+        for group in self._groups():
+            for request in range(batch.num_decoding):
+                rows = self._host_only_rows(group, request, batch)
+                if not rows.numel():
+                    continue
+                torch.cuda.synchronize()
+                planted = self._plant_everywhere(group, int(batch.state_rows[request]), rows)
+                torch.cuda.synchronize()
+                if planted:
+                    name = batch.names[request]
+                    self.planted = f"{name} from {batch.starts[request]} {planted} rows"
+                    return
+
+    def _host_only_rows(self, group: int, request: int, batch: Batch) -> torch.Tensor:
+        """Host rows of the request's pages without a GPU block, `[rows]` int64."""
+        handle = self._engine.layers[self._layers_of(group)[0]].hisparse_cache
+        pages = batch.starts[request] // BLOCK
+        blocks = handle.block_table[int(batch.state_rows[request]), :pages]
+        host = handle.source_block_table[request, :pages][blocks == 0].long()
+        offset = torch.arange(BLOCK, device=host.device)
+        return (host.unsqueeze(1) * BLOCK + offset).reshape(-1)
 
     def undo(self) -> None:
         """Takes back what a later run could meet."""
@@ -143,16 +175,19 @@ class _AtResolve:
     def _plant(self, group: int, found: _Selected) -> None:
         raise NotImplementedError
 
+    def _plant_everywhere(self, group: int, state_row: int, rows: torch.Tensor) -> int:
+        """Plants the fault in all of these host rows; how many it reached."""
+        raise NotImplementedError
+
     def _find(self, group: int, logical: torch.Tensor, batch: Batch) -> _Selected | None:
         layer = self._layers_of(group)[0]
         handle = self._engine.layers[layer].hisparse_cache
-        rows = min(logical.shape[0], batch.num_decode_rows)
         held = self._access.row_map(group)
-        for row in range(rows):
-            state = int(batch.state_rows[row])
+        for row, (request, _) in enumerate(batch.decode_rows[: logical.shape[0]]):
+            state = int(batch.state_rows[request])
             position = logical[row][logical[row] >= 0].long()
             page = position // BLOCK
-            host = handle.source_block_table[row, page].long() * BLOCK + position % BLOCK
+            host = handle.source_block_table[request, page].long() * BLOCK + position % BLOCK
             host_only = handle.block_table[state, page] == 0
             in_hot = torch.isin(host, held[state].long())
             wanted = host_only & (in_hot if self.in_hot_region else ~in_hot)
@@ -161,7 +196,7 @@ class _AtResolve:
             at = int(wanted.nonzero()[0])
             slots = (held[state] == host[at]).nonzero()
             slot = int(slots[0]) if slots.numel() else -1
-            return _Selected(row, state, int(position[at]), int(host[at]), slot)
+            return _Selected(request, state, int(position[at]), int(host[at]), slot)
         return None
 
     def _layers_of(self, group: int) -> list[int]:
@@ -174,19 +209,33 @@ class WrongRow(_AtResolve):
     """One bit of one layer's row in the host pool is wrong; the row is a miss of this step."""
 
     in_hot_region = False
-    _changed: torch.Tensor | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._changed: list[torch.Tensor] = []
 
     def _plant(self, group: int, found: _Selected) -> None:
-        self._changed = self._access.host_row_bytes(self._layers_of(group)[-1], found.host_row)
-        self._changed[0] ^= 1
+        self._change(group, [found.host_row])
+
+    def _plant_everywhere(self, group: int, state_row: int, rows: torch.Tensor) -> int:
+        held = self._access.row_map(group)[state_row].long()
+        missing = rows[~torch.isin(rows, held)].tolist()
+        self._change(group, missing)
+        return len(missing)
+
+    def _change(self, group: int, host_rows: list[int]) -> None:
+        layer = self._layers_of(group)[-1]
+        self._changed = [self._access.host_row_bytes(layer, row) for row in host_rows]
+        for row in self._changed:
+            row[0] ^= 1
 
     def undo(self) -> None:
-        """Turns the bit back."""
-        if self._changed is not None:
-            torch.cuda.synchronize()
-            # The view was made inside the engine's step, where tensors keep no versions.
-            with torch.inference_mode():
-                self._changed[0] ^= 1
+        """Turns the bits back."""
+        torch.cuda.synchronize()
+        # The views were made inside the engine's step, where tensors keep no versions.
+        with torch.inference_mode():
+            for row in self._changed:
+                row[0] ^= 1
 
 
 class StaleSlot(_AtResolve):
@@ -201,6 +250,12 @@ class StaleSlot(_AtResolve):
         mine = held[found.slot].clone()
         held[found.slot] = held[other]
         held[other] = mine
+
+    def _plant_everywhere(self, group: int, state_row: int, rows: torch.Tensor) -> int:
+        held = self._access.row_map(group)[state_row]
+        slots = torch.isin(held.long(), rows).nonzero().squeeze(1)
+        held[slots] = held[slots].roll(1)
+        return len(slots) if len(slots) > 1 else 0
 
 
 class SkippedMirror:

@@ -62,6 +62,11 @@ class EngineSpec:
         max_num_seqs: running requests at most.
         max_num_batched_tokens: tokens of a step at most.
         mtp: speculative tokens of the MTP layer; 0 for none.
+        graphs: whether vLLM captures graphs, by its default mode: whole decode steps for every
+            batch size, and the parts between attention layers for steps that prefill.
+        kv_cache_dtype: `fp8` for fp8_ds_mla rows, or `bfloat16`.
+        async_scheduling: whether the scheduler runs ahead of the worker.
+        siblings: connectors beside the HiSparse one, as entries of a MultiConnector.
         seed: of the weights.
         query_scale: of the weights, as in `models.fill_weights`.
         options: further keys of `kv_connector_extra_config`.
@@ -76,6 +81,10 @@ class EngineSpec:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
     mtp: int = 0
+    graphs: bool = False
+    kv_cache_dtype: Literal["fp8", "bfloat16"] = "fp8"
+    async_scheduling: bool = False
+    siblings: tuple[dict[str, Any], ...] = ()
     seed: int = 7
     query_scale: float = UNEVEN
     options: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +97,7 @@ class EngineSpec:
             "model": str(self.model),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "kv_cache_dtype": "fp8",
+            "kv_cache_dtype": self.kv_cache_dtype,
             "block_size": BLOCK,
             "attention_backend": "FLASHMLA_SPARSE",
             "max_model_len": self.max_model_len,
@@ -96,13 +105,20 @@ class EngineSpec:
             "max_num_seqs": self.max_num_seqs,
             "num_gpu_blocks_override": self.gpu_blocks,
             "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
+            "enforce_eager": not self.graphs,
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
-            # Schedules of two engines can be compared only if none runs ahead.
-            "async_scheduling": False,
+            "async_scheduling": self.async_scheduling,
             "seed": 0,
         }
+        if self.graphs:
+            sizes = [(1 + self.mtp) * requests for requests in range(1, self.max_num_seqs + 1)]
+            arguments["compilation_config"] = {
+                # No torch.compile.
+                "mode": 0,
+                "cudagraph_mode": "FULL_AND_PIECEWISE",
+                "cudagraph_capture_sizes": [*sizes, *(s for s in (256, 2048) if s > sizes[-1])],
+            }
         if self.mtp:
             arguments["speculative_config"] = {
                 "method": "mtp",
@@ -119,12 +135,19 @@ class EngineSpec:
         arguments["attention_config"] = AttentionConfig(
             hisparse_config=HiSparseConfig(device_buffer_size=self.hot_rows)
         )
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="HiSparseConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config=extra,
+        entry: dict[str, Any] = {
+            "kv_connector": "HiSparseConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
             **ours,
-        )
+        }
+        if self.siblings:
+            entry = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [entry, *self.siblings]},
+            }
+        arguments["kv_transfer_config"] = KVTransferConfig(**entry)
         return arguments
 
 
@@ -165,8 +188,8 @@ class Engine:
 
     @cached_property
     def connector(self) -> Any:
-        """The worker side's connector."""
-        return self.runner.kv_connector.kv_connector
+        """The worker side's HiSparse connector."""
+        return _hisparse_of(self.runner.kv_connector.kv_connector)
 
     @property
     def worker(self) -> Any:
@@ -176,7 +199,7 @@ class Engine:
     @property
     def coordinator(self) -> Any:
         """The scheduler side's coordinator."""
-        return self.scheduler.connector.connector_scheduler.coordinator
+        return _hisparse_of(self.scheduler.connector).connector_scheduler.coordinator
 
     @cached_property
     def layers(self) -> list[Any]:
@@ -188,13 +211,42 @@ class Engine:
         ]
 
     @cached_property
+    def draft_layers(self) -> list[Any]:
+        """The same of the drafter."""
+        speculator = self.runner.speculator
+        modules = [] if speculator is None else speculator.model.modules()
+        return [m for m in modules if getattr(m, "hisparse_cache", None) is not None]
+
+    @cached_property
     def groups(self) -> list[Any]:
         """Index groups in the order of the model."""
+        return self.groups_of(self.layers)
+
+    def groups_of(self, layers: list[Any]) -> list[Any]:
+        """Index groups of these layers, in their order."""
         found: list[Any] = []
-        for layer in self.layers:
+        for layer in layers:
             if all(layer.impl.index_group is not group for group in found):
                 found.append(layer.impl.index_group)
         return found
+
+    def recapture(self) -> None:
+        """Captures all graphs again, with what has been hooked into the layers meanwhile."""
+        if not self.spec.graphs:
+            return
+        from vllm.config import set_current_vllm_config
+
+        speculator = self.runner.speculator
+        managers = [self.runner.cudagraph_manager]
+        if speculator is not None:
+            managers += [speculator.prefill_cudagraph_manager, speculator.decode_cudagraph_manager]
+        # Their memory pool ends with its last graph, and the managers go on naming it.
+        kept = [dict(manager.graphs) for manager in managers]
+        for manager in managers:
+            manager.release_graphs()
+        with set_current_vllm_config(self.runner.vllm_config):
+            self.runner.capture_model()
+        del kept
 
     def drain(self, max_steps: int = 200) -> None:
         """Steps until no request and no transfer is left, and forgets all prefixes."""
@@ -212,7 +264,7 @@ class Engine:
         import torch
 
         self.llm.llm_engine.engine_core.shutdown()
-        for name in ("core", "runner", "connector", "layers", "groups"):
+        for name in ("core", "runner", "connector", "layers", "draft_layers", "groups"):
             self.__dict__.pop(name, None)
         del self.llm
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -220,6 +272,13 @@ class Engine:
         cleanup_dist_env_and_memory()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _hisparse_of(connector: Any) -> Any:
+    """The HiSparse connector itself, or among those of a MultiConnector."""
+    every = getattr(connector, "_connectors", (connector,))
+    (found,) = (one for one in every if type(one).__name__ == "HiSparseConnector")
+    return found
 
 
 def _seed_weights(seed: int, query_scale: float) -> None:

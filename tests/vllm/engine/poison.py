@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,13 @@ PATTERN = 0xA5
 
 
 @contextmanager
-def raising() -> Iterator[None]:
+def raising(spared: Collection[str] = ()) -> Iterator[None]:
     """While it is entered, vLLM's HiSparse ops, worker steps and runtime raise.
 
     Enter it when the engine is up: vLLM's profiling runs its own.
+
+    Args:
+        spared: names that go on working.
     """
     import vllm._custom_ops as custom
     from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker import (
@@ -65,7 +68,7 @@ def raising() -> Iterator[None]:
     targets += [(custom, "swap_blocks_batch")]
     targets += [(HiSparseConnectorWorker, name) for name in WORKER_METHODS]
     targets += [(HiSparseRuntime, name) for name in RUNTIME_METHODS]
-    saved = [(owner, name, getattr(owner, name)) for owner, name in targets]
+    saved = [(owner, name, getattr(owner, name)) for owner, name in targets if name not in spared]
     upconvert = custom.cp_gather_and_upconvert_fp8_kv_cache
 
     def without_host(*arguments: Any, **more: Any) -> Any:

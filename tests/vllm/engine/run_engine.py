@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the command that judges a worker side with a real vLLM engine on one Hopper GPU.
 
-    python tests/vllm/engine/run_engine.py check --model glm-5.2 --engine native --json FILE
+    python tests/vllm/engine/run_engine.py check --model glm-5.2 --engine native --json FILE \
+        [--graphs] [--mtp 3] [--kv-cache-dtype bfloat16] [--offloading]
     python tests/vllm/engine/run_engine.py memory --model glm-5.2 --engine native --json FILE
 
 `check` serves one workload with an ample and with a small GPU pool and compares them bit by bit,
@@ -19,8 +20,6 @@ import pickle
 import random
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,63 +31,27 @@ from engine.counters import UNDER_PRESSURE, Counters, regions_granted_again
 from engine.launch import Engine, EngineName, EngineSpec, require_gpu, set_environment
 from engine.models import CALM, MODELS, UNEVEN, write_model
 from engine.probe import Probe
-from engine.workload import Scale, Served, Turn, make_returning_turns, make_turns, serve
+from engine.report import Report
+from engine.sizes import sizes_for
+from engine.workload import Served, Turn, make_returning_turns, make_turns, serve
 
-RETURNING = {"deepseek-v3.2": 4600, "glm-5.2": 2250}
-"""GPU blocks with room for one request beyond twice the watermark, and not for five."""
-SMALL = {"deepseek-v3.2": 3100, "glm-5.2": 2250}
-"""GPU blocks that hold the workload only with pages given up and requests preempted."""
-AMPLE = 9000
 BASELINE = 3000
-PHASES = ("ample", "control", "small", "faults", "views", "regions", "upstream", "baseline")
+PHASES = (
+    "ample", "control", "small", "faults", "views", "regions", "upstream", "ahead", "baseline",
+)  # fmt: skip
 TOLERANCE = 0.1
 """Most mean difference of log probabilities to other kernels, relative to unrelated outputs."""
 RETURN_STEPS = 4
 """Steps of full residency after which a hot region is given back, where that is looked at."""
 REGISTRATION_LIMIT = 16 << 20
+OFFLOADING = (
+    {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+    },
+)
 SEED = 1
-
-
-class Report:
-    """Checks by name, printed as they end and written to a file after each."""
-
-    def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
-        self._path = path
-        self._lines: dict[str, Any] = {**head, "checks": {}}
-        self._started = time.perf_counter()
-
-    @property
-    def failed(self) -> list[str]:
-        """Names of the checks that failed."""
-        return [name for name, line in self._lines["checks"].items() if not line["passed"]]
-
-    @contextlib.contextmanager
-    def check(self, name: str) -> Iterator[dict[str, Any]]:
-        """Runs one check; its facts are what the body puts into the dictionary."""
-        facts: dict[str, Any] = {}
-        line = {"passed": False, "facts": facts}
-        began = time.perf_counter()
-        print(f"[{began - self._started:6.1f} s] {name} ...", flush=True)
-        try:
-            yield facts
-            line["passed"] = True
-        except Exception as error:
-            facts["error"] = f"{type(error).__name__}: {error}"[:600]
-            traceback.print_exc()
-        finally:
-            line["seconds"] = round(time.perf_counter() - began, 1)
-            self._lines["checks"][name] = line
-            print(f"    {'passed' if line['passed'] else 'FAILED'} {facts}", flush=True)
-            if self._path is not None:
-                self._path.write_text(json.dumps(self._lines, indent=1))
-
-    def print_table(self) -> None:
-        """One line for each check."""
-        print()
-        for name, line in self._lines["checks"].items():
-            facts = ", ".join(f"{key} {value}" for key, value in line["facts"].items())
-            verdict = "passed" if line["passed"] else "FAILED"
-            print(f"{name:34} {verdict} {line['seconds']:6.1f} s  {facts}"[:400])
 
 
 class Check:
@@ -98,8 +61,9 @@ class Check:
         self._arguments = arguments
         self._report = report
         self._model = write_model(arguments.model, folder / arguments.model, arguments.layers)
-        self._turns = make_turns(SEED, Scale())
-        self._small_blocks: int = arguments.gpu_blocks or SMALL[arguments.model]
+        self._sizes = sizes_for(arguments.model, arguments.mtp)
+        self._turns = make_turns(SEED, self._sizes.scale)
+        self._small_blocks: int = arguments.gpu_blocks or self._sizes.small
         self._ample: Any = None
         kept = arguments.kept
         if kept is not None and kept.is_file() and "ample" not in arguments.phases:
@@ -107,25 +71,30 @@ class Check:
 
     def run(self) -> None:
         """Runs the phases that were asked for."""
-        phases = self._arguments.phases
+        phases, sizes = self._arguments.phases, self._sizes
+        native, drafts = self._arguments.engine == "native", self._arguments.mtp > 0
         if {"ample", "control"} & set(phases):
-            with self._engine("ample", AMPLE) as engine:
+            with self._engine("ample", sizes.ample) as engine:
                 if engine is not None:
                     self._run_ample(engine, phases)
         if {"small", "faults", "views"} & set(phases):
             with self._engine("small", self._small_blocks) as engine:
                 if engine is not None:
                     self._run_small(engine, phases)
-        if self._arguments.engine == "native" and "regions" in phases:
-            blocks = RETURNING[self._arguments.model]
-            with self._engine("regions", blocks, hot_return_steps=RETURN_STEPS) as engine:
+        if native and not drafts and "regions" in phases:
+            with self._engine("regions", sizes.returning, hot_return_steps=RETURN_STEPS) as engine:
                 if engine is not None:
                     self._run_regions(engine)
-        if self._arguments.engine == "native" and "upstream" in phases:
-            with self._engine("upstream", AMPLE, name="upstream") as engine:
+        if native and "upstream" in phases:
+            with self._engine("upstream", sizes.ample, name="upstream") as engine:
                 if engine is not None:
-                    self._run_upstream(engine)
-        if "baseline" in phases:
+                    self._run_again(engine, "ample = vLLM's own, bit by bit")
+        # Running ahead, vLLM does not know which drafts were accepted: nor would the probe.
+        if not drafts and "ahead" in phases:
+            with self._engine("ahead", self._small_blocks, runs_ahead=True) as engine:
+                if engine is not None:
+                    self._run_again(engine, "ample = small, scheduler ahead, bit by bit")
+        if not drafts and "baseline" in phases:
             self._run_baseline()
 
     @contextlib.contextmanager
@@ -135,16 +104,24 @@ class Check:
         blocks: int,
         name: EngineName | None = None,
         query_scale: float = UNEVEN,
+        runs_ahead: bool = False,
         **options: Any,
     ) -> Iterator[Engine | None]:
-        engine = None
+        engine, arguments = None, self._arguments
         with self._report.check(f"start {label}") as facts:
             spec = EngineSpec(
                 self._model,
-                name or self._arguments.engine,
+                name or arguments.engine,
                 blocks,
+                hot_rows=self._sizes.hot_rows,
+                max_model_len=self._sizes.max_model_len,
+                mtp=arguments.mtp,
+                graphs=arguments.graphs,
+                kv_cache_dtype=arguments.kv_cache_dtype,
+                async_scheduling=runs_ahead,
+                siblings=OFFLOADING if arguments.offloading else (),
                 query_scale=query_scale,
-                options={**options, **self._arguments.options},
+                options={**options, **arguments.options},
             )
             engine = Engine(spec)
             facts["seconds"] = round(engine.seconds_to_start, 1)
@@ -155,7 +132,11 @@ class Check:
                 engine.close()
 
     def _run_ample(self, engine: Engine, phases: list[str]) -> None:
-        probe = Probe(engine)
+        with _poisoned(engine):
+            probe = Probe(engine)
+            self._serve_ample(engine, probe, phases)
+
+    def _serve_ample(self, engine: Engine, probe: Probe, phases: list[str]) -> None:
         if "ample" in phases:
             with self._report.check("ample pool") as facts:
                 self._ample = self._serve(engine, probe, self._turns, facts)
@@ -168,9 +149,9 @@ class Check:
                 facts["found"] = controls.check_sensitivity(engine, probe, random.Random(SEED))
 
     def _run_small(self, engine: Engine, phases: list[str]) -> None:
-        probe = Probe(engine)
         native = engine.spec.engine == "native"
-        with poison.raising() if native else contextlib.nullcontext():
+        with _poisoned(engine):
+            probe = Probe(engine)
             if "small" in phases:
                 self._serve_small(engine, probe)
             if native and "faults" in phases:
@@ -194,7 +175,12 @@ class Check:
             return
         with self._report.check("pressure") as facts:
             facts |= counters.read(probe, small[1])
-            missing = [name for name in UNDER_PRESSURE if facts[name] <= 0]
+            wanted = [*UNDER_PRESSURE]
+            if engine.spec.mtp:
+                facts["accepted drafts"] = probe.num_accepted
+                facts["rejected drafts"] = probe.num_rejected
+                wanted += ["accepted drafts", "rejected drafts"]
+            missing = [name for name in wanted if facts[name] <= 0]
             assert not missing, f"not seen: {missing}"
         if engine.spec.engine == "native":
             with self._report.check("own kernels launched") as facts:
@@ -238,7 +224,7 @@ class Check:
     def _plant(
         self, engine: Engine, probe: Probe, fault: Any, seed: int, facts: dict[str, Any]
     ) -> None:
-        turns = make_turns(seed, Scale())
+        turns = make_turns(seed, self._sizes.scale)
         probe.scripts = {turn.name: turn.tokens for turn in turns}
         probe.before_resolve, probe.before_forward = fault.before_resolve, fault.before_forward
         try:
@@ -257,7 +243,7 @@ class Check:
     def _lose_mirror(self, engine: Engine, probe: Probe, facts: dict[str, Any]) -> None:
         worker = engine.worker
         repaired = worker.num_repaired_pages
-        turns = make_turns(SEED + 20, Scale())
+        turns = make_turns(SEED + 20, self._sizes.scale)
         faults.NativeAccess(engine).drop_next_mirror()
         self._serve(engine, probe, turns, facts)
         engine.drain()
@@ -265,15 +251,17 @@ class Check:
         assert facts["pages copied whole"] > 0, "no page was found to miss rows"
 
     def _poison_views(self, engine: Engine, probe: Probe, facts: dict[str, Any]) -> None:
-        turns = make_turns(SEED + 10, Scale())
+        turns = make_turns(SEED + 10, self._sizes.scale)
         probe.scripts = {turn.name: turn.tokens for turn in turns}
         views = poison.PoisonedViews(engine)
+        probe.recapture()
         served = serve(engine, turns, stop=lambda: probe.num_wrong() > 0)
         _, found = probe.take()
         facts["steps"] = served.num_steps
         facts["wrong lists"] = len(found)
         if engine.spec.engine == "native":
             assert not found, f"the pattern was read: {found[:3]}"
+            assert len(served.answers) == len(turns), "not every turn was answered"
             views.check_unwritten()
         else:
             # vLLM's own readers use these views: here the check must fail.
@@ -298,10 +286,12 @@ class Check:
             facts["granted again"] = sorted(granted_again)
             assert granted_again, "no request was granted a region again"
 
-    def _run_upstream(self, engine: Engine) -> None:
-        """vLLM's own worker side: a prefill that reads wrong rows would differ."""
-        with self._report.check("ample = vLLM's own, bit by bit") as facts:
-            run = self._serve(engine, Probe(engine), self._turns, facts)
+    def _run_again(self, engine: Engine, name: str) -> None:
+        """The workload in another engine. By vLLM's own worker side a prefill that reads wrong rows
+        would differ."""
+        with self._report.check(name) as facts:
+            with _poisoned(engine):
+                run = self._serve(engine, Probe(engine), self._turns, facts)
             assert self._ample is not None, "the ample run is missing"
             self._compare(run, facts)
 
@@ -336,6 +326,14 @@ class Check:
                 assert far["first rows"].mean > most, "attended rows do not matter"
 
 
+def _poisoned(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Whatever of vLLM's HiSparse runs while serving, or is captured into a graph, raises."""
+    if engine.spec.engine != "native":
+        return contextlib.nullcontext()
+    # What moves a sibling's own blocks is left to it.
+    return poison.raising(spared={"swap_blocks_batch"} if engine.spec.siblings else frozenset())
+
+
 def _launch_counts(engine: Engine) -> dict[str, int]:
     return engine.worker.launch_counts() if engine.spec.engine == "native" else {}
 
@@ -345,12 +343,7 @@ def measure_registration(arguments: argparse.Namespace, report: Report, folder: 
     import torch
 
     if arguments.engine == "native":
-        from hotpage.vllm import HiSparseConnector, connector, host_pool
-
-        # Draft tokens are not served yet; what they would take is measured all the same.
-        for module in (connector, host_pool):
-            module.check_worker = lambda config: None
-        connector.check_steps = lambda config: None
+        from hotpage.vllm import HiSparseConnector
     else:
         from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
             HiSparseConnector,
@@ -368,7 +361,7 @@ def measure_registration(arguments: argparse.Namespace, report: Report, folder: 
 
     HiSparseConnector.register_kv_caches = measured
     model = write_model(arguments.model, folder / arguments.model, arguments.layers)
-    spec = EngineSpec(model, arguments.engine, AMPLE, hot_rows=8192, max_num_seqs=256, mtp=3)
+    spec = EngineSpec(model, arguments.engine, 9000, hot_rows=8192, max_num_seqs=256, mtp=3)
     try:
         with report.check("memory of the registration") as facts:
             engine = Engine(spec)
@@ -386,6 +379,12 @@ def main() -> int:
     parser.add_argument("command", choices=("check", "memory"))
     parser.add_argument("--model", choices=tuple(MODELS), required=True)
     parser.add_argument("--engine", choices=("native", "upstream"), default="native")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, vLLM's default modes")
+    parser.add_argument("--mtp", type=int, default=0, help="draft tokens")
+    parser.add_argument("--kv-cache-dtype", choices=("fp8", "bfloat16"), default="fp8")
+    parser.add_argument(
+        "--offloading", action="store_true", help="vLLM's OffloadingConnector beside ours"
+    )
     parser.add_argument("--layers", type=int, help="layers of the model")
     parser.add_argument("--gpu-blocks", type=int, help="GPU blocks of the small pool")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
@@ -403,7 +402,8 @@ def main() -> int:
     require_gpu()
     set_environment()
     determinism.install()
-    report = Report(arguments.json, {"model": arguments.model, "engine": arguments.engine})
+    names = ("model", "engine", "graphs", "mtp", "kv_cache_dtype", "offloading")
+    report = Report(arguments.json, {name: getattr(arguments, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
         if arguments.command == "memory":
             measure_registration(arguments, report, Path(folder))

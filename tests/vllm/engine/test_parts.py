@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from engine import compare, controls, digests, faults, launch, models  # noqa: E402
 from engine.determinism import select  # noqa: E402
+from engine.forcing import Forcing, _logits_rows, is_right  # noqa: E402
 from engine.launch import BLOCK  # noqa: E402
 from engine.probe import Batch, Outcome, Probe  # noqa: E402
 from engine.workload import (  # noqa: E402
@@ -121,8 +122,10 @@ class _ToyEngine:
 
     num_blocks, num_pages = 12, 4
 
-    def __init__(self) -> None:
-        self.spec = SimpleNamespace(engine="upstream")
+    def __init__(self, *, graphs: bool = False) -> None:
+        self.spec = SimpleNamespace(
+            engine="upstream", graphs=graphs, mtp=0, max_num_seqs=1, max_num_batched_tokens=512
+        )
         self.worker = _ToyWorker(self)
         self.connector = SimpleNamespace(start_load_kv=lambda context, **_: None)
         config = SimpleNamespace(hisparse_host_num_blocks=8)
@@ -138,6 +141,9 @@ class _ToyEngine:
             hisparse_group=SimpleNamespace(),
         )
         self.groups = [self.group]
+        self.groups_of = lambda layers: self.groups
+        self.draft_layers: list[Any] = []
+        self.recapture = lambda: None
         self.caches = [self._bytes(self.num_blocks) for _ in range(2)]
         self.host = [self._bytes(8).view(-1, ROW_BYTES) for _ in range(2)]
         self.residency = torch.tensor([[[5, 6, 7, 8]]], dtype=torch.int32)
@@ -209,8 +215,13 @@ class _ToyEngine:
             source = self.source[0].long()
             rows = source[positions // BLOCK] * BLOCK + positions % BLOCK
             handle.mirror_slot_mapping[:count] = rows
-        decodes = int(wanted is not None)
-        metadata = SimpleNamespace(num_decode_tokens=decodes)
+            handle.num_actual_tokens = count
+        metadata = SimpleNamespace(
+            num_decode_tokens=int(wanted is not None),
+            req_id_per_token=torch.zeros(count, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+            seq_lens=torch.tensor([start + count], dtype=torch.int32),
+        )
         self.connector.start_load_kv(
             SimpleNamespace(attn_metadata={"layer0": metadata}),
             scheduler_output=SimpleNamespace(
@@ -233,6 +244,7 @@ class _ToyEngine:
             num_reqs=1,
             num_computed_tokens_np=torch.tensor([start]).numpy(),
             num_scheduled_tokens=torch.tensor([count]).numpy(),
+            cu_num_logits_np=torch.tensor([0, 1]).numpy(),
         )
         self.runner.sample(torch.randn(1, 8), batch)
 
@@ -257,10 +269,12 @@ class _ToyWorker:
         self._engine.mirror()
 
 
-def _run(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, Any, Any]:
+def _run(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch, *, graphs: bool = False
+) -> tuple[Probe, Any, Any]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     torch.manual_seed(3)
-    engine: Any = _ToyEngine()
+    engine: Any = _ToyEngine(graphs=graphs)
     probe = Probe(engine, {"r": (0,) * 400})
     planted = faults.FAULTS[fault](engine) if fault else None
     if planted is not None:
@@ -284,14 +298,15 @@ def test_a_faultless_run_has_no_wrong_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({row.history for row in decoded}) == 4
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
     ("fault", "layers", "first"),
     [("wrong row", {1}, 160), ("skipped mirror", {0, 1}, 160), ("stale slot", {0, 1}, 161)],
 )
 def test_each_planted_fault_is_found(
-    fault: str, layers: set[int], first: int, monkeypatch: pytest.MonkeyPatch
+    fault: str, layers: set[int], first: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, (_, wrong), planted = _run(fault, monkeypatch)
+    _, (_, wrong), planted = _run(fault, monkeypatch, graphs=graphs)
     assert planted.planted is not None
     found = Counter(entry.layer for entry in wrong)
     assert set(found) == layers
@@ -305,6 +320,58 @@ def test_a_short_selection_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.step(0, 160, None)
     engine.step(160, 1, list(range(TOP_K - 1)))
     assert probe.num_wrong() == 2
+
+
+def test_rows_of_a_batch_are_named_by_request_and_position() -> None:
+    batch = Batch(["a", "b", "c"], [7, 3, 0], [3, 1, 2], 4, torch.zeros(3))
+    assert batch.decode_rows == [(0, 7), (0, 8), (0, 9), (1, 3)]
+    assert batch.num_decoding == 2
+    how = batch.how()
+    assert how[4:] == [1, 1]
+    # Which row of how many: another kernel's last bits may differ.
+    assert len(set(how[:4])) == 4
+
+
+def test_what_follows_a_wrong_draft_does_not_count() -> None:
+    wrong = next(at for at in range(20, 40) if not is_right("r", at))
+    start = wrong - 2
+    batch = SimpleNamespace(
+        req_ids=["r-1", "s-1"],
+        num_reqs=2,
+        num_computed_tokens_np=torch.tensor([start, 0]).numpy(),
+        num_scheduled_tokens=torch.tensor([4, 64]).numpy(),
+        cu_num_logits_np=torch.tensor([0, 4, 5]).numpy(),
+    )
+    rows = _logits_rows(batch)
+    assert [row.position for row in rows] == [start, start + 1, wrong, wrong + 1, 63]
+    right_before = is_right("r", start + 1)
+    assert [row.counts for row in rows] == [True, right_before, False, False, True]
+    assert [row.request for row in rows] == [0, 0, 0, 0, 1]
+
+
+def test_drafts_are_right_and_wrong_by_their_places() -> None:
+    assert {is_right("c0", at) for at in range(9)} == {True, False}
+    engine: Any = _ToyEngine()
+    engine.spec.mtp = 3
+    proposed = torch.full((1, 3), 9)
+    engine.runner.speculator = SimpleNamespace(propose=lambda batch, *more, **named: proposed)
+    script = tuple(range(100, 200))
+    forcing = Forcing(engine, lambda: {"r": script})
+    forcing.attach(lambda rows, logits: None)
+    batch = SimpleNamespace(
+        req_ids=["r-1"],
+        num_reqs=1,
+        num_computed_tokens_np=torch.tensor([20]).numpy(),
+        num_scheduled_tokens=torch.tensor([4]).numpy(),
+        cu_num_logits_np=torch.tensor([0, 4]).numpy(),
+    )
+    # One of the three drafts was accepted: tokens 21 and 22 are known, 23 is drafted next.
+    drafts = engine.runner.speculator.propose(
+        batch, None, None, None, None, torch.tensor([2]), torch.tensor([2])
+    )
+    expected = [script[at] if is_right("r", at) else script[at] + 1 for at in (23, 24, 25)]
+    assert drafts.tolist() == [expected]
+    assert (forcing.num_accepted, forcing.num_rejected) == (1, 2)
 
 
 def test_the_scripts_token_is_sampled() -> None:
