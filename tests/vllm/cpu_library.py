@@ -63,7 +63,9 @@ class CpuLibrary:
         if fault is None or fault(block):
             self._streams.at(stream).put(lambda: self._run(name, block))
 
-    def _run(self, name: str, block: Any) -> None:
+    def _run(self, name: str, params: Any) -> None:
+        # What is enqueued once may run often: a graph replays it.
+        block = type(params).from_buffer_copy(params)
         if name == "hotpage_resolve_and_copy":
             self._resolve(block)
             return

@@ -71,6 +71,8 @@ class CpuServing(Serving):
         self._free_rows = list(range(cpu.worker.caches.max_requests))
         self._returned: set[int] = set()
         """Dense ids of requests that gave a hot region back."""
+        self._pages = True
+        """Whether the step runs the backend that stages pages."""
         self.seen: Counter[str] = Counter()
         """What the trace has met."""
         self.enqueued: list[int] = []
@@ -128,19 +130,27 @@ class CpuServing(Serving):
         return tables
 
     def _forward_batch(self, metadata: Any, batch: Batch) -> None:
-        worker, streams = self.cpu.worker, self.cpu.streams
         fresh = set(batch.names) - self.worker.tables.keys()
-        worker.start_step(metadata, batch.state_rows, batch.names, batch.num_tokens)
+        self._start_step(metadata, batch)
         self._note(metadata, batch, fresh)
-        pages = bool(self._rng.integers(2)) or self.cpu.model.kv_cache_dtype != "fp8_ds_mla"
-        self.attention.run(batch, batch.metadata(), drafts=False, pages=pages)
-        worker.finish_forward()
+        self._run_layers(batch, drafts=False)
+        self.cpu.worker.finish_forward()
         if self.cpu.model.drafts:
-            streams.computing.put(lambda: None)
-            self.attention.run(batch, batch.metadata(), drafts=True, pages=pages)
-            self._draft_on()
+            self.cpu.streams.computing.put(lambda: None)
+            self._run_layers(batch, drafts=True)
+            self._draft_on(batch)
 
-    def _draft_on(self) -> None:
+    def _start_step(self, metadata: Any, batch: Batch) -> None:
+        self.cpu.worker.start_step(metadata, batch.state_rows, batch.names, batch.num_tokens)
+
+    def _run_layers(self, batch: Batch, *, drafts: bool) -> None:
+        """The target's forward pass, or the drafter's first one."""
+        if not drafts:
+            fp8 = self.cpu.model.kv_cache_dtype == "fp8_ds_mla"
+            self._pages = bool(self._rng.integers(2)) or not fp8
+        self.attention.run(batch, batch.metadata(), drafts=drafts, pages=self._pages)
+
+    def _draft_on(self, batch: Batch) -> None:
         """The drafter's later passes write other slot mappings over those of the target's."""
         slots = self.cpu.tables.slot_mappings
         slots.copy_(torch.from_numpy(self._rng.integers(BLOCK, 4 * BLOCK, slots.shape)))
@@ -220,6 +230,30 @@ class CpuServing(Serving):
         return sum(int(state.counters[0]) for state in self.cpu.worker.states)
 
 
+def check_end(serving: CpuServing) -> None:
+    """What holds once a trace has drained: what was enqueued was completed, in that order, no page
+    had to be copied again, no row was lost, and every block of both pools is free.
+    """
+    worker = serving.cpu.worker
+    assert serving.enqueued == serving.completed
+    assert len(set(serving.completed)) == len(serving.completed)
+    assert worker.num_repaired_pages == 0
+    assert int(worker._mirrors.counters[2]) == 0, "rows lost by mirrors"
+    assert all(int(state.counters[2]) == 0 for state in worker.states), "misses without a slot"
+    assert int(worker.staged_counters[2]) == 0, "rows staged from nowhere"
+    check_nothing_leaks(serving)
+
+
+def check_nothing_leaks(serving: CpuServing) -> None:
+    """Every block of both pools is free once the trace has drained."""
+    side = serving.side
+    for pool in (side.manager.block_pool, side.coordinator.get_host_block_pool()):
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in pool.blocks[1:])
+    assert not side.coordinator.pending_spills
+    assert len(serving.cpu.worker._acks) == 0
+
+
 def serve(
     model: Model,
     kernels: ctypes.CDLL,
@@ -229,11 +263,13 @@ def serve(
     streams: Streams | None = None,
     poisoned: bool = False,
     hot_return_steps: int = 512,
+    kind: type[CpuServing] = CpuServing,
     **sizes: Any,
 ) -> CpuServing:
     """Serves a traffic to its end.
 
     Args:
+        kind: what serves it.
         poisoned: vLLM's own views of the host pool show poison; only for interleaved rows.
         hot_return_steps: of `CpuServing`.
         sizes: of `CpuWorker`.
@@ -247,6 +283,6 @@ def serve(
         cpu.move_vllm_views()
     cpu.worker.register_kv_caches(cpu.kv_caches)
     cpu.gpu_pool.fill_(0xA5)
-    serving = CpuServing(cpu, traffic, hot_return_steps)
+    serving = kind(cpu, traffic, hot_return_steps)
     serving.run(max_steps=400)
     return serving

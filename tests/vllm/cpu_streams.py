@@ -36,8 +36,7 @@ class FakeStream:
     def put(self, work: Callable[[], Any]) -> None:
         """Enqueues work."""
         if self is self.streams.computing:
-            self.streams.clock += 1
-            work()
+            self.streams.compute(work)
             return
         assert self.seen == self.streams.clock, "work beside the stream that it must come behind"
         self.queue.append(work)
@@ -171,6 +170,11 @@ class Streams:
     def chance(self, percent: int) -> bool:
         """True in `percent` of all cases."""
         return bool(self._rng.integers(100) < percent)
+
+    def compute(self, work: Callable[[], Any]) -> None:
+        """Runs work of the computing stream."""
+        self.clock += 1
+        work()
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

@@ -267,13 +267,17 @@ class Serving:
         request.num_computed_tokens += tokens
         if request.num_computed_tokens - num_drafts < request.num_tokens:
             return
-        accepted = self.draw(num_drafts + 1, "accept", life.name, request.num_tokens)
+        accepted = self._accepted(life, num_drafts)
         request.num_computed_tokens -= num_drafts - accepted
         # An accepted draft is the token that was drafted.
         new = [7] * accepted + [self.draw(50, "token", life.name, request.num_tokens)]
         request.append_output_token_ids(new)
         if len(request.output_token_ids) >= life.num_output:
             self._finish(life, RequestStatus.FINISHED_STOPPED)
+
+    def _accepted(self, life: Life, num_drafts: int) -> int:
+        """Drafts of a step that turn out to be right."""
+        return self.draw(num_drafts + 1, "accept", life.name, life.request.num_tokens)
 
     def _report(self, enqueued: list[int], completed: list[int]) -> None:
         received, failed = set(), set()

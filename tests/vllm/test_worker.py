@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
 import torch
-from cpu_serving import CpuServing, serve
+from cpu_serving import CpuServing, check_end, check_nothing_leaks, serve
 from cpu_streams import Streams
 from serving import Traffic
 from worker_on_cpu import BF16, MIXED, ONE_EACH, PACKED, POISON, Model, release_all
@@ -105,31 +105,14 @@ def test_every_row_that_attention_reads_is_the_one_that_was_written(
 ) -> None:
     case = CASES[name]
     serving = case.serve(kernels, monkeypatch)
-    cpu, worker = serving.cpu, serving.cpu.worker
+    cpu = serving.cpu
     met = {what: serving.seen[what] for what in case.expected}
     assert all(met.values()), serving.seen
     assert min(serving.misses, serving.hits) > 0, "nothing was read from the host"
-    # Whatever was enqueued was completed, in that order, and no page had to be copied again.
-    assert serving.enqueued == serving.completed
-    assert len(set(serving.completed)) == len(serving.completed)
-    assert worker.num_repaired_pages == 0
-    assert int(worker._mirrors.counters[2]) == 0, "rows lost by mirrors"
-    assert all(int(state.counters[2]) == 0 for state in worker.states), "misses without a slot"
-    assert int(worker.staged_counters[2]) == 0, "rows staged from nowhere"
-    assert_nothing_leaks(serving)
+    check_end(serving)
     cpu.close()
     if cpu.poison is not None:
         assert (cpu.poison == POISON).all(), "somebody wrote through vLLM's view of the host pool"
-
-
-def assert_nothing_leaks(serving: CpuServing) -> None:
-    """Every block of both pools is free once the trace has drained."""
-    side = serving.side
-    for pool in (side.manager.block_pool, side.coordinator.get_host_block_pool()):
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert all(block.ref_cnt == 0 for block in pool.blocks[1:])
-    assert not side.coordinator.pending_spills
-    assert len(serving.cpu.worker._acks) == 0
 
 
 # Faults that a comparison of all bytes must not miss.
@@ -229,4 +212,4 @@ def test_pages_whose_mirror_did_not_run_are_copied_whole_before_anybody_reads_th
     assert serving.misses, "nothing was read from the host"
     lost = torch.stack([mask.counters for mask in worker._mirrors.masks])[:, 2]
     assert int(lost.sum()) > 0
-    assert_nothing_leaks(serving)
+    check_nothing_leaks(serving)

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
 from cpu_ahead import CpuServingAhead
-from cpu_streams import Streams
+from cpu_graph_serving import CpuServingGraphsAhead
+from cpu_graphs import GraphStreams
 from serving import Traffic
 from worker_on_cpu import ONE_EACH, PACKED, CpuWorker, Model, release_all
 
@@ -35,19 +36,24 @@ class Case:
     sessions: int = 0
     host_layout: str = "row_interleaved"
 
-    def serve(self, kernels: ctypes.CDLL, patch: pytest.MonkeyPatch) -> CpuServingAhead:
+    def serve(
+        self,
+        kernels: ctypes.CDLL,
+        patch: pytest.MonkeyPatch,
+        kind: type[CpuServingAhead] = CpuServingAhead,
+    ) -> CpuServingAhead:
         """Serves it to its end."""
         traffic = Traffic(
             seed=self.seed, num_requests=self.num_requests, max_prompt=340, max_output=10,
             chunk=100, imports=0, num_prefixes=2, arrive=60, abort=4, reset=4,
         )  # fmt: skip
         cpu = CpuWorker(
-            self.model, kernels, patch, streams=Streams(late=True, haste=30, seed=self.seed),
+            self.model, kernels, patch, streams=GraphStreams(late=True, haste=30, seed=self.seed),
             host_layout=self.host_layout, num_blocks=self.num_blocks,
             host_blocks=self.host_blocks, max_requests=12, max_tokens=1200, max_pages=8,
         )  # fmt: skip
         cpu.gpu_pool.fill_(0xA5)
-        serving = CpuServingAhead(cpu, traffic, 5, dummies=30, sessions=self.sessions)
+        serving = kind(cpu, traffic, 5, dummies=30, sessions=self.sessions)
         serving.run(max_steps=600)
         return serving
 
@@ -73,15 +79,19 @@ def no_pool_is_left() -> Iterator[None]:
     release_all()
 
 
+@pytest.mark.parametrize("kind", [CpuServingAhead, CpuServingGraphsAhead], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_worker_behind_its_scheduler_reads_the_rows_that_were_written(
-    name: str, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: type[CpuServingAhead],
+    kernels: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = CASES[name]
-    serving = case.serve(kernels, monkeypatch)
+    serving = case.serve(kernels, monkeypatch, kind)
     worker, side = serving.cpu.worker, serving.side
-    met = {what: serving.seen[what] for what in case.expected}
-    assert all(met.values()), serving.seen
+    replayed = ("replays", "padded replays", "captures") if kind is not CpuServingAhead else ()
+    assert all(serving.seen[what] for what in case.expected + replayed), serving.seen
     assert min(serving.misses, serving.hits) > 0, "nothing was read from the host"
     assert worker.num_repaired_pages == 0
     assert int(worker._mirrors.counters[2]) == 0, "rows lost by mirrors"

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
 import torch
+from cpu_graph_serving import CpuServingGraphs
+from cpu_graphs import GraphStreams
 from cpu_serving import CpuServing
 from serving import Life, Traffic
 from sides import make_request
@@ -26,12 +28,16 @@ QUIET = Traffic(
 )
 
 
-@pytest.fixture
-def serving(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuServing]:
+@pytest.fixture(params=[CpuServing, CpuServingGraphs], ids=["eager", "graphs"])
+def serving(
+    request: pytest.FixtureRequest, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CpuServing]:
     """An engine with room for everything, to which nobody talks."""
-    cpu = CpuWorker(ONE_EACH, kernels, monkeypatch, num_blocks=120, max_pages=8)
+    cpu = CpuWorker(
+        ONE_EACH, kernels, monkeypatch, streams=GraphStreams(), num_blocks=120, max_pages=8
+    )
     cpu.gpu_pool.fill_(0xA5)
-    yield CpuServing(cpu, QUIET, hot_return_steps=3)
+    yield request.param(cpu, QUIET, hot_return_steps=3)
     release_all()
 
 
