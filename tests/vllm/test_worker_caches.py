@@ -290,7 +290,7 @@ def test_blocks_of_another_size_than_the_attention_kernels_are_refused(make: Mak
 def test_fp8_rows_of_another_format_are_refused(make: Make) -> None:
     """vLLM's FlashInfer backend keeps plain fp8 rows under the name that FlashMLA's go by."""
     cpu = make(Model((1, 1), kv_cache_dtype="fp8"), register=False)
-    refused_unpinned(cpu, "fp8 rows of 576 bytes.*set --attention-backend FLASHMLA_SPARSE")
+    refused_unpinned(cpu, "fp8 rows of 576 bytes.*--attention-backend FLASHMLA_SPARSE")
 
 
 def test_a_pool_larger_than_the_memory_that_is_free_is_refused_before_it_is_touched(

@@ -122,10 +122,15 @@ class Attention:
         self.hisparse_cache = group.cache(at)
         self.is_draft_layer = is_draft
         self.kv_cache: torch.Tensor | None = None
+        self.backend = "FLASHMLA_SPARSE"
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Drops the dimension of one head, as vLLM's MLA does."""
         self.kv_cache = kv_cache.squeeze(1)
+
+    def get_attn_backend(self) -> Any:
+        """As vLLM's layers have it, with the name alone."""
+        return SimpleNamespace(get_name=lambda: self.backend)
 
 
 class NoDriver:
@@ -333,8 +338,9 @@ def vllm_config(
     speculative = None
     if model.verification_rows > 1:
         speculative = SimpleNamespace(
-            num_speculative_tokens=model.verification_rows - 1, parallel_drafting=False
-        )
+            num_speculative_tokens=model.verification_rows - 1, parallel_drafting=False,
+            method="mtp", use_multi_module_mtp=lambda: False,
+        )  # fmt: skip
     extra = {"host_pool_gib": 1, "host_layout": host_layout, "metrics_interval": 3}
     return SimpleNamespace(
         instance_id=f"cpu-{next(_instances)}",

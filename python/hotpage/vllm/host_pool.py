@@ -8,7 +8,7 @@ caches. The general plugin puts hotpage's in its place; every other configuratio
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotpage.errors import ConfigError
 from hotpage.kernels.replay_copy import usable_library
@@ -30,6 +30,19 @@ _FP8_DS_MLA_BYTES = 656
 
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
+
+BACKENDS = frozenset(
+    {
+        "FLASHINFER_MLA_SPARSE",
+        "FLASHINFER_MLA_SPARSE_SM120",
+        "FLASHMLA_SPARSE",
+        "FLASH_ATTN_MLA_SPARSE",
+        "FLASH_ATTN_MLA_SPARSE_FA4",
+    }
+)
+"""vLLM's attention backends that ask the index group of a layer where its rows are. Others read the
+layer's cache by its block table, which names blocks of the host pool.
+"""
 
 _pools: dict[str, NativeHostPool] = {}
 """By the instance id of vLLM's configuration, as vLLM keeps its own."""
@@ -119,6 +132,7 @@ def _lay_out(host: HiSparseHostPool, row_interleaved: bool) -> tuple[PoolLayout,
     config = host.kv_cache_config
     context = host.vllm_config.compilation_config.static_forward_context
     groups = index_groups(config, context)
+    _check_layers([context[name] for names in groups for name in names], host.vllm_config)
     (source,) = (group for group in config.kv_cache_groups if group.host_resident)
     spec = source.kv_cache_spec
     specs = list(
@@ -142,6 +156,25 @@ def _lay_out(host: HiSparseHostPool, row_interleaved: bool) -> tuple[PoolLayout,
     return layout, [name for names in groups for name in names]
 
 
+def _check_layers(layers: list[Any], config: VllmConfig) -> None:
+    """Raises ConfigError for attention layers that native does not serve."""
+    others = {layer.get_attn_backend().get_name() for layer in layers} - BACKENDS
+    if others:
+        raise ConfigError(
+            f"the attention backend {min(others)} does not go through HiSparse's index groups; "
+            "set --attention-backend FLASHMLA_SPARSE"
+        )
+    speculative = config.speculative_config
+    if speculative is None or speculative.method == "mtp":
+        return
+    if any(layer.is_draft_layer for layer in layers):
+        # The mirror takes the drafter's rows for those at the target's positions.
+        raise ConfigError(
+            f"engine native serves sparse draft layers of method mtp, got {speculative.method}; "
+            'use another drafter or set "engine": "upstream" in kv_connector_extra_config'
+        )
+
+
 def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: int) -> None:
     """Raises ConfigError for blocks, rows or hot regions that native does not serve.
 
@@ -155,7 +188,8 @@ def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: 
     if element_bytes == 1 and row_bytes != _FP8_DS_MLA_BYTES:
         raise ConfigError(
             f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
-            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --attention-backend FLASHMLA_SPARSE"
+            f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --kv-cache-dtype fp8_ds_mla "
+            "--attention-backend FLASHMLA_SPARSE"
         )
     if hot_rows % block_size:
         raise ConfigError(

@@ -106,15 +106,37 @@ def native_options(config: VllmConfig) -> Options | None:
     for at, child in enumerate(children):
         if child.get("kv_connector_module_path") != MODULE_PATH:
             continue
-        siblings = [str(c.get("kv_connector")) for i, c in enumerate(children) if i != at]
+        others = [other for i, other in enumerate(children) if i != at]
+        siblings = [str(other.get("kv_connector")) for other in others]
         own = {**child.get("kv_connector_extra_config", {}), SIBLINGS_KEY: siblings}
         options = parse_options(own)
-        return options if options.engine == "native" else None
+        if options.engine != "native":
+            return None
+        for name, other in zip(siblings, others, strict=True):
+            check_sibling(name, other.get("kv_connector_extra_config") or {})
+        return options
     return None
 
 
+def check_sibling(name: str, extra: Mapping[str, Any]) -> None:
+    """Refuses a connector beside the native one that would load in the middle of a step.
+
+    Args:
+        name: of its class.
+        extra: its `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: one sentence that names the setting and the remedy.
+    """
+    if extra.get("sync_load_budget_bytes"):
+        raise ConfigError(
+            "engine native hears of an import when it has ended, not within a step, as with "
+            f"sync_load_budget_bytes; take it out of {name}'s kv_connector_extra_config"
+        )
+
+
 def check_worker(config: VllmConfig) -> None:
-    """Refuses what the native worker was not proven to serve.
+    """Refuses what the native worker was not proven to serve, and sizes that its kernels lack.
 
     Raises:
         ConfigError: one sentence that names the setting and the remedy.
@@ -123,6 +145,39 @@ def check_worker(config: VllmConfig) -> None:
         raise ConfigError(
             f"engine native serves one GPU an engine, got {config.parallel_config.world_size}; "
             f"use data parallel replicas {_OR_UPSTREAM}"
+        )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.use_multi_module_mtp():
+        # A module writes the rows of rejected steps anew; a step's mirror brings its own rows.
+        raise ConfigError(
+            "engine native serves one MTP module, and the draft model has several; "
+            f"set num_speculative_tokens to 1 {_OR_UPSTREAM}"
+        )
+    _check_batch(config)
+
+
+def _check_batch(config: VllmConfig) -> None:
+    """The bounds that the kernels check once they are bound, when the host pool is pinned."""
+    from hotpage.kernels._abi import MAX_REQUESTS
+    from hotpage.kernels.resolve_and_copy import MAX_ROWS_PER_REQUEST
+
+    scheduler, drafts = config.scheduler_config, config.num_speculative_tokens
+    if scheduler.max_num_seqs > MAX_REQUESTS:
+        raise ConfigError(
+            f"engine native serves {MAX_REQUESTS} requests a batch, got {scheduler.max_num_seqs}; "
+            f"lower --max-num-seqs {_OR_UPSTREAM}"
+        )
+    if drafts >= MAX_ROWS_PER_REQUEST:
+        raise ConfigError(
+            f"engine native serves {MAX_ROWS_PER_REQUEST - 1} draft tokens, got {drafts}; "
+            f"lower num_speculative_tokens {_OR_UPSTREAM}"
+        )
+    rows = scheduler.max_num_seqs * (1 + drafts)
+    if scheduler.max_num_batched_tokens < rows:
+        raise ConfigError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, less than the {rows} "
+            f"verification rows of {scheduler.max_num_seqs} requests; raise it or lower "
+            "--max-num-seqs"
         )
 
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hotpage.vllm.options import MODULE_PATH, SIBLINGS_KEY, native_options
+from hotpage.vllm.options import MODULE_PATH, SIBLINGS_KEY, check_sibling, native_options
 
 if TYPE_CHECKING:
     from vllm.v1.hisparse.runtime import HiSparseHostPool
@@ -83,14 +83,18 @@ def _tell_children(connector: Any) -> None:
         for at, (_, config) in enumerate(children):
             transfer = config.kv_transfer_config
             if _is_ours(transfer.kv_connector_module_path):
-                siblings = [
-                    other.kv_transfer_config.kv_connector
+                others = [
+                    other.kv_transfer_config
                     for index, (_, other) in enumerate(children)
                     if index != at
                 ]
                 # A fresh dict: the child shares this one with the configuration of the user.
                 extra: Mapping[str, Any] = transfer.kv_connector_extra_config
+                siblings = [other.kv_connector for other in others]
                 transfer.kv_connector_extra_config = {**extra, SIBLINGS_KEY: siblings}
+                if native_options(config) is not None:
+                    for other in others:
+                        check_sibling(other.kv_connector, other.kv_connector_extra_config)
         return children
 
     setattr(classes_and_configs, _MARK, True)
