@@ -69,6 +69,7 @@ class Setting:
     Args:
         updates: pauses, drains, resets the prefix cache with requests running, and goes on with
             other weights, now and then.
+        drafts: tokens of an MTP drafter.
     """
 
     policy: str = "fcfs"
@@ -80,6 +81,7 @@ class Setting:
     num_blocks: int = 90
     host_blocks: int = 120
     updates: bool = False
+    drafts: int = 0
 
     def config(self, folder: Path, patch: pytest.MonkeyPatch, **options: Any) -> VllmConfig:
         """vLLM's configuration with further options of ours; the model is a file in `folder`."""
@@ -96,6 +98,9 @@ class Setting:
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.step_tokens,
             scheduling_policy=self.policy, enable_prefix_caching=self.caching,
             long_prefill_token_threshold=self.prefill_threshold,
+            speculative_config=(
+                {"method": "mtp", "num_speculative_tokens": self.drafts} if self.drafts else None
+            ),
             kv_transfer_config={
                 "kv_connector": "HiSparseConnector", "kv_connector_module_path": "hotpage.vllm",
                 "kv_role": "kv_both", "kv_connector_extra_config": extra,
@@ -133,9 +138,9 @@ class RealScheduler:
         patch.setattr(upstream, "get_hisparse_steady_state_concurrency", lambda *_: 1.0)
         self.setting, self._rng = setting, random.Random(seed)
         shape = Shape(
-            num_groups=3, block_size=BLOCK, hot_blocks=2, num_blocks=setting.num_blocks,
-            host_blocks=setting.host_blocks, max_model_len=MAX_MODEL_LEN,
-            max_in_flight_tokens=2 * setting.step_tokens,
+            num_groups=3, block_size=BLOCK, hot_blocks=2 * (1 + setting.drafts),
+            num_blocks=setting.num_blocks, host_blocks=setting.host_blocks,
+            max_model_len=MAX_MODEL_LEN, max_in_flight_tokens=2 * setting.step_tokens,
         )  # fmt: skip
         grammars: Any = SimpleNamespace(
             should_advance=lambda _: False,
@@ -272,9 +277,7 @@ class RealScheduler:
             self._forward(flight, name, starts[name], output.num_scheduled_tokens[name])
         self._worker.finish(metadata)
         sampled = [
-            [self._rng.randrange(50)]
-            if starts[name] + output.num_scheduled_tokens[name] >= len(flight.tokens[name])
-            else []
+            self._sample(flight, name, starts[name] + output.num_scheduled_tokens[name])
             for name in names
         ]
         result = ModelRunnerOutput(
@@ -283,6 +286,10 @@ class RealScheduler:
             kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=self._words(metadata)),
         )  # fmt: skip
         self.scheduler.update_from_output(output, result)
+
+    def _sample(self, flight: Flight, name: str, end: int) -> list[int]:
+        """Tokens that a step which has computed `end` tokens of a request gives."""
+        return [self._rng.randrange(50)] if end >= len(flight.tokens[name]) else []
 
     def _words(self, metadata: Any) -> Any:
         ids = [int(id) for plan in metadata.plans for id in plan.transfer_id.tolist()]
