@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.hisparse import runtime
-from worker_on_cpu import MIXED, ONE_EACH, CpuWorker, Model, release_all
+from worker_on_cpu import BLOCK, MIXED, ONE_EACH, CpuWorker, Model, release_all
 
 from hotpage.errors import ConfigError
 from hotpage.vllm import HiSparseConnector, host_pool, plugin
@@ -138,6 +138,12 @@ def test_sizes_beyond_the_kernels_are_refused_before_the_pool_is_pinned(
     with pytest.raises(ConfigError, match=sentence):
         HiSparseConnector.get_required_kvcache_layout(cpu.config)
     refused(cpu, sentence)
+
+
+def test_rows_of_other_widths_are_refused() -> None:
+    host_pool._check_sizes(BLOCK, 1152, 2, 2 * BLOCK)
+    with pytest.raises(ConfigError, match=r'rows of 512 elements.* set "engine": "upstream"'):
+        host_pool._check_sizes(BLOCK, 1024, 2, 2 * BLOCK)
 
 
 # Siblings.

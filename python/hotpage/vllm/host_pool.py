@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FP8_DS_MLA_BYTES = 656
+# No model with rows of another width has been served.
+_ROW_ELEMENTS = 576
 
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
@@ -190,6 +192,11 @@ def _check_sizes(block_size: int, row_bytes: int, element_bytes: int, hot_rows: 
             f"the attention backend keeps fp8 rows of {row_bytes} bytes, engine native serves "
             f"fp8_ds_mla, of {_FP8_DS_MLA_BYTES}; set --kv-cache-dtype fp8_ds_mla "
             "--attention-backend FLASHMLA_SPARSE"
+        )
+    if element_bytes > 1 and row_bytes != _ROW_ELEMENTS * element_bytes:
+        raise ConfigError(
+            f"the layers keep rows of {row_bytes // element_bytes} elements, engine native serves "
+            f'{_ROW_ELEMENTS}; set "engine": "upstream" in kv_connector_extra_config'
         )
     if hot_rows % block_size:
         raise ConfigError(
