@@ -34,6 +34,12 @@ impl ContentStream {
         self.id
     }
 
+    /// The conversation's number.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.id.wrapping_sub(1)
+    }
+
     /// The row that the true token at `position` has in `layer`.
     #[must_use]
     pub const fn row(self, position: u32, layer: u32) -> RowContent {

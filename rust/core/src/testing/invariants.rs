@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::toy::{ToyPool, ToyWorker};
+use super::toy::{CountedPool, ToyPool, ToyWorker};
 use super::{Check, ensure, signed};
 use crate::Coordinator;
 use crate::config::{ReleasePoint, TAIL_PAGES};
@@ -20,12 +20,17 @@ use crate::step::{PoolLevels, StepPlan, TransferKind};
 ///
 /// # Errors
 /// The first rule that is broken.
-pub fn check(c: &Coordinator, gpu: &ToyPool, host: &ToyPool, tenants: &[i32]) -> Check {
+pub fn check(
+    c: &Coordinator,
+    gpu: &impl CountedPool,
+    host: &impl CountedPool,
+    tenants: &[i32],
+) -> Check {
     gpu.check()?;
     host.check()?;
     let view = c.inspect();
-    gpu_blocks_conserve(&view, gpu, tenants)?;
-    host_blocks_conserve(&view, host)?;
+    gpu_blocks_conserve(&view, &gpu.holds(), tenants)?;
+    host_blocks_conserve(&view, &host.holds())?;
     only_copies_are_held(&view)?;
     transfers_hold_until_the_release_point(c, &view)?;
     durable_prefixes_are_prefixes(&view)?;
@@ -35,8 +40,8 @@ pub fn check(c: &Coordinator, gpu: &ToyPool, host: &ToyPool, tenants: &[i32]) ->
 
 /// Rules 1 and 8: the holds on each GPU block are those of live requests' pages, hot regions,
 /// transfers, releases that wait for a plan, and tenants.
-fn gpu_blocks_conserve(view: &Inspection<'_>, gpu: &ToyPool, tenants: &[i32]) -> Check {
-    let mut holds = vec![0_u32; gpu.refs().len()];
+fn gpu_blocks_conserve(view: &Inspection<'_>, gpu: &[u32], tenants: &[i32]) -> Check {
+    let mut holds = vec![0_u32; gpu.len()];
     let mut add = |blocks: &[i32]| {
         for &block in blocks {
             holds[block.unsigned_abs() as usize] += 1;
@@ -73,12 +78,12 @@ fn gpu_blocks_conserve(view: &Inspection<'_>, gpu: &ToyPool, tenants: &[i32]) ->
         }
     };
     add(tenants);
-    equal_holds(1, "GPU", &holds, gpu.refs())
+    equal_holds(1, "GPU", &holds, gpu)
 }
 
 /// Rules 1 and 8 for the host pool, and the Coordinator's own count of users.
-fn host_blocks_conserve(view: &Inspection<'_>, host: &ToyPool) -> Check {
-    let mut holds = vec![0_u32; host.refs().len()];
+fn host_blocks_conserve(view: &Inspection<'_>, host: &[u32]) -> Check {
+    let mut holds = vec![0_u32; host.len()];
     let mut add = |blocks: &[i32]| {
         for &block in blocks.iter().filter(|&&block| block != 0) {
             holds[block.unsigned_abs() as usize] += 1;
@@ -99,7 +104,7 @@ fn host_blocks_conserve(view: &Inspection<'_>, host: &ToyPool) -> Check {
         }
     };
     add(&view.releasing_host);
-    equal_holds(1, "host", &holds, host.refs())
+    equal_holds(1, "host", &holds, host)
 }
 
 fn equal_holds(rule: u8, what: &str, expected: &[u32], got: &[u32]) -> Check {

@@ -2,10 +2,12 @@
 //! Owns what stands in for the engine's pools and for the workers: counted blocks, and memory
 //! whose rows are tags, so that reading the wrong row shows.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::{Check, ensure};
 use crate::error::Pool;
+use crate::pool::BlockPool;
 use crate::step::StepPlan;
 
 /// Rows of a block in the toy memory; `block_size` may be less.
@@ -19,6 +21,40 @@ pub const GARBAGE: u32 = u32::MAX;
 
 /// Tag of a row that belongs to nobody who is tested.
 pub const FOREIGN: u32 = u32::MAX - 1;
+
+/// A pool whose holds can be counted block by block.
+pub trait CountedPool {
+    /// Holds on each block, the null block counted.
+    fn holds(&self) -> Cow<'_, [u32]>;
+
+    /// Checks that the pool is consistent in itself.
+    ///
+    /// # Errors
+    /// Rule 1.
+    fn check(&self) -> Check;
+}
+
+impl CountedPool for ToyPool {
+    fn holds(&self) -> Cow<'_, [u32]> {
+        Cow::Borrowed(self.refs())
+    }
+
+    fn check(&self) -> Check {
+        Self::check(self)
+    }
+}
+
+impl CountedPool for BlockPool {
+    fn holds(&self) -> Cow<'_, [u32]> {
+        let blocks = 0..=i32::try_from(self.num_total()).unwrap_or(i32::MAX);
+        Cow::Owned(blocks.map(|block| self.num_holds(block)).collect())
+    }
+
+    fn check(&self) -> Check {
+        let found = self.check_invariants().err();
+        ensure(1, found.is_none(), || found.map_or_else(String::new, |error| error.to_string()))
+    }
+}
 
 /// A pool that counts the holds on each block. It hands blocks out first in, first out, or
 /// lowest id first, which makes most block ids interchangeable.

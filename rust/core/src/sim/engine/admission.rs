@@ -2,7 +2,7 @@
 //! Owns admission: what of a request's prefix is found where, what it takes to start, and the
 //! blocks for it.
 
-use super::{ConversationId, Engine, ServingPolicy};
+use super::{ConversationId, Engine, ServingPolicy, WorkerSide};
 use crate::error::{Error, Result};
 use crate::ids::HostBlockId;
 use crate::step::{Admission, AdmissionQuery, Admitted, Prefix, Refusal};
@@ -37,7 +37,7 @@ struct Grant {
     new_host: Vec<i32>,
 }
 
-impl Engine {
+impl<W: WorkerSide> Engine<W> {
     /// Admits waiting requests in their order until one does not fit.
     pub(super) fn admit_waiting(&mut self) -> Result<()> {
         while let Some(&id) = self.waiting.front() {

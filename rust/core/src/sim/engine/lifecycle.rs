@@ -2,7 +2,7 @@
 //! Owns what becomes of blocks and requests between steps: plans carried out on the pools,
 //! publications, reuse notices, the end of requests and of turns.
 
-use super::{ConversationId, Engine, ServingPolicy};
+use super::{ConversationId, Engine, ServingPolicy, WorkerSide};
 use crate::error::Result;
 use crate::ids::{PageIndex, RequestId};
 use crate::sim::worker::Acks;
@@ -18,7 +18,7 @@ pub(super) struct Draining {
     num_published: u32,
 }
 
-impl Engine {
+impl<W: WorkerSide> Engine<W> {
     /// Cancels a conversation, whatever its state; later turns do not come.
     ///
     /// # Errors

@@ -11,13 +11,16 @@ mod lifecycle;
 mod report;
 mod request;
 mod scheduler;
+mod side;
 
 pub use config::{EngineConfig, ServingPolicy};
 pub use report::{EngineReport, Refusals};
 pub use request::ConversationId;
+pub use side::{Tally, WorkerSide};
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
+use crate::config::CoordinatorConfig;
 use crate::coordinator::Coordinator;
 use crate::error::{Error, Pool, Result};
 use crate::ids::RequestId;
@@ -58,12 +61,12 @@ impl RequestIds {
     }
 }
 
-/// The embedded engine.
+/// The embedded engine, by default with a worker side that moves real bytes.
 #[derive(Debug)]
-pub struct Engine {
+pub struct Engine<W = Worker> {
     config: EngineConfig,
     coordinator: Coordinator,
-    worker: Worker,
+    worker: W,
     gpu: BlockPool,
     host: BlockPool,
     prefix: PrefixIndex,
@@ -99,8 +102,25 @@ impl Engine {
     /// `Config` for a setting out of bounds, `Capacity` for a pool under one request.
     pub fn new(config: EngineConfig) -> Result<Self> {
         config.validate()?;
-        let coordinator = Coordinator::new(config.coordinator())?;
         let worker = Worker::new(config.worker()?)?;
+        let coordinator = config.coordinator();
+        Self::with_worker(config, coordinator, worker)
+    }
+}
+
+impl<W: WorkerSide> Engine<W> {
+    /// An engine without conversations over a worker side, and a Coordinator whose settings are
+    /// those of `config` or differ from them in what only the Coordinator looks at.
+    ///
+    /// # Errors
+    /// `Config` for a setting out of bounds, `Capacity` for a pool under one request.
+    pub fn with_worker(
+        config: EngineConfig,
+        coordinator: CoordinatorConfig,
+        worker: W,
+    ) -> Result<Self> {
+        config.validate()?;
+        let coordinator = Coordinator::new(coordinator)?;
         let (gpu_blocks, host_blocks) = (config.gpu_blocks, config.num_host_blocks());
         let indexed = if config.policy.has_host_pool() { host_blocks } else { gpu_blocks };
         Ok(Self {
@@ -189,7 +209,9 @@ impl Engine {
         self.report.events += self.scheduled.len() as u64;
         self.coordinator.build_step_plan(&self.scheduled, levels, &mut self.plan)?;
         self.carry_out_plan()?;
-        self.map_slots()?;
+        if W::WRITES_ROWS {
+            self.map_slots()?;
+        }
         self.worker.execute(&self.plan, &self.batch)?;
         self.report_acks()?;
         self.finish_step()?;
@@ -229,6 +251,12 @@ impl Engine {
         &self.coordinator
     }
 
+    /// The worker side, to look at.
+    #[must_use]
+    pub fn worker(&self) -> &W {
+        &self.worker
+    }
+
     /// The settings.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
@@ -261,17 +289,29 @@ impl Engine {
         Ok(())
     }
 
+    /// Checks the life-cycle rules over the Coordinator's tables and both pools, between steps.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn check_rules(&self) -> crate::testing::Check {
+        let live = self.conversations.iter().flatten();
+        let running = live.filter_map(|state| state.request.as_ref()?.running.as_ref());
+        let indexer: Vec<i32> = running.flat_map(|run| &run.other_blocks).copied().collect();
+        crate::testing::invariants::check(&self.coordinator, &self.gpu, &self.host, &indexer)
+    }
+
     /// Counts since the engine was made.
     #[must_use]
     pub fn report(&self) -> EngineReport {
-        let traffic = self.worker.traffic();
+        let Tally { traffic, hot, verdict, states } = self.worker.tally();
         EngineReport {
             bytes_to_host: self.report.bytes_to_host + traffic.to_host(),
             bytes_to_gpu: self.report.bytes_to_gpu + traffic.to_gpu(),
             traffic,
-            hot: self.worker.hot_counters(),
-            verdict: self.worker.verdict(),
-            states: self.worker.states(),
+            hot,
+            verdict,
+            states,
             leased_blocks: u64::from(self.gpu.num_leased()) + u64::from(self.host.num_leased()),
             failed_copies: self.coordinator.stats().spills_failed,
             ..self.report

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Owns who computes how many tokens: continuous batching, growth, preemption.
 
-use super::{ConversationId, Engine};
+use super::{ConversationId, Engine, WorkerSide};
 use crate::error::Result;
 use crate::ids::PageIndex;
 use crate::sim::rng::{SplitMix64, derive};
@@ -24,7 +24,7 @@ enum Growth {
     Short,
 }
 
-impl Engine {
+impl<W: WorkerSide> Engine<W> {
     /// Requests that were asked to take a hot region get it, if the pool has one.
     pub(super) fn grant_hot_regions(&mut self) -> Result<()> {
         let wanted = core::mem::take(&mut self.plan.hot_regions_wanted);

@@ -58,6 +58,7 @@ fn run(config: EngineConfig, conversations: u64) -> EngineReport {
         engine.step().unwrap();
         if steps % 16 == 0 {
             engine.check_invariants().unwrap();
+            engine.check_rules().unwrap();
         }
         steps += 1;
         assert!(steps < 50_000, "stuck: {:?}", engine.report());
