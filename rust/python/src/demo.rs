@@ -149,7 +149,7 @@ fn policies(value: &Bound<'_, PyAny>) -> PyResult<Vec<ServingPolicy>> {
 }
 
 /// `[[(prompt_tokens, output_tokens), ...], ...]`.
-fn conversations(value: &Bound<'_, PyAny>) -> PyResult<Vec<Conversation>> {
+pub(crate) fn conversations(value: &Bound<'_, PyAny>) -> PyResult<Vec<Conversation>> {
     let mut conversations = Vec::new();
     for conversation in items("conversations", value)? {
         let mut turns = Vec::new();
@@ -265,7 +265,7 @@ fn traffic_dict(
     Ok(dict)
 }
 
-fn refusals_dict(py: Python<'_>, refusals: Refusals) -> PyResult<Bound<'_, PyDict>> {
+pub(crate) fn refusals_dict(py: Python<'_>, refusals: Refusals) -> PyResult<Bound<'_, PyDict>> {
     let Refusals { gpu_short, gpu_reclaiming, host_short, hot_region, growth_waits } = refusals;
     let dict = PyDict::new(py);
     for (name, count) in [

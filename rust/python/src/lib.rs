@@ -13,6 +13,7 @@ mod interner;
 mod plan;
 mod planner;
 mod settings;
+mod simulation;
 
 use pyo3::prelude::*;
 
@@ -32,7 +33,9 @@ mod _core {
     #[pymodule_export]
     use super::plan::{PyFreePlan, PyRefusal, PyStepPlan};
     #[pymodule_export]
-    use super::planner::{layers_with_indexer, pack_layers, plan_capacity};
+    use super::planner::{copy_gbps, layers_with_indexer, pack_layers, plan_capacity};
+    #[pymodule_export]
+    use super::simulation::PySimulation;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -3,7 +3,7 @@
 //! plain dictionaries out. It computes nothing.
 
 use hotpage_plan::error::Kind;
-use hotpage_plan::link::HostLayout;
+use hotpage_plan::link::{self, HostLayout};
 use hotpage_plan::memory::GpuMemory;
 use hotpage_plan::model::{self, Model, RequestGroup};
 use hotpage_plan::plan::{Bind, Inputs, Plan, Point};
@@ -228,4 +228,10 @@ pub(crate) fn layers_with_indexer(
     pattern: Option<&str>,
 ) -> PyResult<Vec<bool>> {
     model::leaders(layers, frequency, offset, pattern).map_err(raise)
+}
+
+/// GB/s of row copies in an index group of `layers` layers over a host link of `link_gbps`.
+#[pyfunction]
+pub(crate) fn copy_gbps(link_gbps: f64, layout: &Bound<'_, PyAny>, layers: u64) -> PyResult<f64> {
+    Ok(link::copy_gbps(link_gbps, choice("layout", layout, &LAYOUTS)?, layers))
 }

@@ -41,6 +41,11 @@ impl<'py> Settings<'py> {
         number(name, &self.require(name)?)
     }
 
+    /// A number of 64 bits that must be given.
+    pub(crate) fn wide(&mut self, name: &str) -> PyResult<u64> {
+        wide(name, &self.require(name)?)
+    }
+
     /// Refuses whatever nobody has read.
     pub(crate) fn finish(self) -> PyResult<()> {
         match self.left.keys().next() {
@@ -67,6 +72,17 @@ pub(crate) fn positive(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
         _ => {
             let got = value.repr()?;
             Err(config(format!("{name} is {got}, expected a number above 0; pass one")))
+        }
+    }
+}
+
+/// A finite number that is 0 or more.
+pub(crate) fn not_negative(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    match value.extract::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => {
+            let got = value.repr()?;
+            Err(config(format!("{name} is {got}, expected a number of 0 or more; pass one")))
         }
     }
 }

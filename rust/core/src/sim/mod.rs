@@ -8,6 +8,7 @@ pub mod engine;
 pub mod policy;
 pub mod prefix;
 pub mod rng;
+pub mod simulate;
 pub mod soak;
 pub mod topk;
 pub mod worker;

@@ -36,16 +36,36 @@ impl ReuseTail {
         self.beyond_ppm.get(index).map_or(0.0, |&ppm| f64::from(ppm) / 1e6)
     }
 
+    /// Share of a row's references that lie deeper than `multiple` times k: what LRU with that
+    /// many rows misses in the steady state. Below k it falls in a straight line from all, beyond
+    /// the deepest one given it stays; a multiple that is no positive number counts as 0.
+    #[must_use]
+    pub fn share_beyond(&self, multiple: f64) -> f64 {
+        let [nearest, .., deepest] = TAIL_DEPTHS.map(f64::from);
+        if multiple >= deepest {
+            return self.share(TAIL_DEPTHS.len() - 1);
+        }
+        if multiple >= nearest {
+            let octave = TAIL_DEPTHS[1..].iter().take_while(|&&far| multiple >= f64::from(far));
+            let Octave { a, b, .. } = self.octave(octave.count(), 1.0);
+            return a + b / multiple;
+        }
+        1.0 - (1.0 - self.share(0)) * multiple.max(0.0) / nearest
+    }
+
+    /// The law between the depths with this index and the next, depths counted in k / `unit`.
+    fn octave(&self, index: usize, unit: f64) -> Octave {
+        let (upper, lower) = (self.share(index), self.share(index + 1));
+        let (near, far) = (f64::from(TAIL_DEPTHS[index]), f64::from(TAIL_DEPTHS[index + 1]));
+        // share = a + b / depth through both ends.
+        let b = (upper - lower) / (1.0 / near - 1.0 / far);
+        Octave { lower, a: lower - b / far, b: b * unit }
+    }
+
     /// The law of depths beyond k, in entries.
     pub(super) fn sampler(&self, top_k: u32) -> TailSampler {
-        let octave = |index: usize| {
-            let (upper, lower) = (self.share(index), self.share(index + 1));
-            let (near, far) = (f64::from(TAIL_DEPTHS[index]), f64::from(TAIL_DEPTHS[index + 1]));
-            // share = a + b / depth through both ends.
-            let b = (upper - lower) / (1.0 / near - 1.0 / far);
-            Octave { lower, a: lower - b / far, b: b * f64::from(top_k) }
-        };
-        TailSampler { beyond_k: self.share(0), octaves: [octave(0), octave(1), octave(2)] }
+        let octaves = [0, 1, 2].map(|index| self.octave(index, f64::from(top_k)));
+        TailSampler { beyond_k: self.share(0), octaves }
     }
 }
 
@@ -96,6 +116,19 @@ mod tests {
             let share = f64::from(*count) / f64::from(draws) * 0.3;
             assert!((share - f64::from(ppm) / 1e6).abs() < 1e-4, "{share} for {ppm} ppm");
         }
+    }
+
+    #[test]
+    fn the_share_beyond_a_depth_is_the_given_one_and_falls_between() {
+        let tail = ReuseTail::PUBLISHED;
+        let given = [(0.0, 1.0), (1.0, 0.3), (2.0, 0.134), (4.0, 0.067), (8.0, 0.0335)];
+        for (multiple, share) in given.into_iter().chain([(50.0, 0.0335), (f64::NAN, 1.0)]) {
+            assert!((tail.share_beyond(multiple) - share).abs() < 1e-12, "{multiple}");
+        }
+        let shares: Vec<_> = (0..=90).map(|at| tail.share_beyond(f64::from(at) / 10.0)).collect();
+        assert!(shares.windows(2).all(|pair| pair[0] >= pair[1]));
+        // a + b / depth through 30.0 % at k and 13.4 % at 2k, half way in 1 / depth.
+        assert!((tail.share_beyond(4.0 / 3.0) - 0.217).abs() < 1e-12);
     }
 
     #[test]
