@@ -471,6 +471,115 @@ class Demo:
     def fraction(self) -> float: ...
     def report(self) -> DemoReport: ...
 
+class SimulationReport(TypedDict):
+    """What one policy and number of users came to on one replica; for type checkers only.
+
+    Times in seconds, bytes of one rank. A latency is `{"p50": ..., "p90": ...}`, None without
+    samples.
+    """
+
+    policy: str
+    num_users: int
+    gpu_blocks: int
+    host_blocks: int
+    seconds: float
+    steps: int
+    conversations: int
+    turns: int
+    running_mean: float
+    running_max: int
+    preemptions: int
+    prefilled_tokens: int
+    recomputed_tokens: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    rejected_rows: int
+    bytes_gpu_to_host: int
+    bytes_host_to_gpu: float
+    missed_bytes: float
+    staged_bytes: float
+    restored_bytes: int
+    misses: float
+    between_tokens: dict[str, float] | None
+    first_token: dict[str, float] | None
+    later_first_token: dict[str, float] | None
+    output_tokens_per_second: float
+    tokens_per_second: float
+    user_tokens_per_second: float | None
+    time: dict[str, float]
+    """Seconds of all steps: `steps` is the sum, the others are its parts."""
+    refusals: dict[str, int]
+    leaked_blocks: int
+
+@final
+class Simulation:
+    """One policy serving one number of users on one replica, in time that a cost model gives.
+
+    Raises `ConfigError` or `CapacityError`. `packing` holds the layers of each index group by KV
+    cache group, `copy_gbps` a rate for each index group in that order, `conversations`
+    `(prompt_tokens, output_tokens)` of each turn; conversations are taken in turn. GB are 10^9
+    bytes, rates those of one GPU. `resolve_us` and `resident_resolve_us` are a leader's own time
+    and that of a verification row; `peers` is the rate at which ranks write to each other and the
+    microseconds that they take to meet.
+    """
+
+    def __new__(
+        cls,
+        *,
+        policy: Literal["hotpage", "preempt", "offload"],
+        packing: Sequence[Sequence[int]],
+        block_size: int,
+        row_bytes: int,
+        kv_bytes: int,
+        block_bytes: int,
+        ordinary_block_bytes: int,
+        host_pool_bytes: int,
+        host_block_bytes: int,
+        indexer_page_bytes: int,
+        top_k: int,
+        hot_rows: int,
+        num_draft_tokens: int,
+        acceptance_ppm: int,
+        step_tokens: int,
+        in_flight_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        hot_return_steps: int,
+        conversations: Sequence[Sequence[tuple[int, int]]],
+        num_users: int,
+        num_conversations: int,
+        seed: int,
+        ranks: int,
+        weight_bytes: float,
+        active_params: float,
+        active_bytes: float,
+        expert_share: float,
+        hbm_gbps: float,
+        compute_tflops: float,
+        indexer_row_bytes: float,
+        copy_gbps: Sequence[float],
+        resolve_us: tuple[float, float],
+        resident_resolve_us: tuple[float, float],
+        copy_us: float,
+        stage_gbps: float,
+        restore_gbps: float,
+        mirror_gbps: float,
+        scheduler_us: float,
+        overhead_us: float,
+        peers: tuple[float, float] | None = None,
+    ) -> Simulation: ...
+    def advance(self, max_steps: int) -> bool:
+        """Runs up to `max_steps` steps without holding the interpreter; True when it is done."""
+    @property
+    def fraction(self) -> float: ...
+    def report(self) -> SimulationReport: ...
+
+def copy_gbps(
+    link_gbps: float, layout: Literal["row_interleaved", "layer_major"], layers: int
+) -> float:
+    """GB/s of row copies in an index group of `layers` layers over a host link."""
+
 def _sample_errors() -> list[tuple[str, Any]]:
     """One exception of each family of core errors, by the family's name; for tests."""
 

@@ -143,7 +143,7 @@ def test_a_reader_that_goes_away_is_no_answer(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["doctor"], ["plan"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["demo"], ["doctor"], ["plan"], ["simulate"]], ids=str)
 def test_help_has_a_short_name(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*command, "--help"]) == 0
     long = capsys.readouterr().out

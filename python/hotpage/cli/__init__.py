@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotpage import __version__
-from hotpage.cli import demo, doctor, plan
+from hotpage.cli import demo, doctor, plan, simulate
 from hotpage.errors import CapacityError, ConfigError, KernelUnavailableError
 
 # The base of all errors in a command line. It comes from click or, in later releases, from typer's
@@ -54,6 +54,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotpage.cli import demo_settings
+from hotpage.cli.progress import bar
+from hotpage.cli.workload_file import turns_of
 from hotpage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def demo(
     if policy:
         settings["policies"] = [one.value for one in policy]
     if workload is not None:
-        settings["conversations"] = _load(
+        settings["conversations"] = turns_of(
             workload, tokenizer, settings.pop("num_conversations", FILE_LIMIT)
         )
     elif tokenizer is not None:
@@ -127,37 +127,11 @@ def demo(
         raise typer.Exit(1)
 
 
-def _load(path: str, tokenizer: str | None, limit: int) -> list[list[tuple[int, int]]]:
-    """`[(prompt_tokens, output_tokens), ...]` of each conversation."""
-    from hotpage.workload import count_by_bytes, load_conversations, load_tokenizer
-
-    if not path:
-        raise ConfigError("--workload is empty, expected the path of a file")
-    count = load_tokenizer(tokenizer) if tokenizer is not None else count_by_bytes
-    loaded = load_conversations(path, count=count, limit=limit)
-    return [[(t.prompt_tokens, t.output_tokens) for t in one.turns] for one in loaded]
-
-
 def _run(demo: Demo) -> DemoReport:
-    with _progress() as show:
+    with bar() as show:
         while not demo.advance(_STEPS_PER_CALL):
             show(demo.policy, demo.fraction)
     return demo.report()
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr that takes the running policy and the fraction done; none off terminals."""
-    if not sys.stderr.isatty():
-        yield lambda policy, fraction: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:>8}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda policy, fraction: bar.update(task, description=policy, completed=fraction)
 
 
 def _complaint(report: DemoReport) -> str | None:

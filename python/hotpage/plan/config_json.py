@@ -61,9 +61,8 @@ def _pattern(config: dict[str, Any]) -> str | None:
     return "".join(value)
 
 
-def _attention_heads(config: dict[str, Any]) -> int | None:
-    known = config.get("num_attention_heads") is not None
-    return _number(config, "num_attention_heads") if known else None
+def _if_known(config: dict[str, Any], name: str) -> int | None:
+    return _number(config, name) if config.get(name) is not None else None
 
 
 def _weights_gib(folder: Path) -> float | None:
@@ -117,7 +116,9 @@ def read_config(path: Path) -> Model:
         index_head_dim=_number(config, "index_head_dim"),
         draft_layers=_number(config, "num_nextn_predict_layers", 0),
         max_positions=_number(config, "max_position_embeddings"),
-        attention_heads=_attention_heads(config),
+        attention_heads=_if_known(config, "num_attention_heads"),
+        experts=_if_known(config, "n_routed_experts"),
+        experts_per_token=_if_known(config, "num_experts_per_tok"),
         weights_gib=weights_gib,
         weights_source="model.safetensors.index.json beside it" if weights_gib else "",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotpage.errors import ConfigError
 
@@ -37,6 +38,13 @@ class Model:
     weights_source: str = ""
     secondary: bool = False
     """True where the source is not the model's own configuration."""
+    params_b: float | None = None
+    active_params_b: float | None = None
+    """Parameters in all and of one token, in units of 10^9."""
+    params_source: str = ""
+    experts: int | None = None
+    experts_per_token: int | None = None
+    """Routed experts of a layer, and how many of them compute a token."""
 
 
 _PUBLIC_CONFIG = "public config.json; IndexShare rule as in vLLM 0.33's model code"
@@ -49,6 +57,10 @@ _GLM5_SOURCE = "secondary: published write-ups and the HiSparse paper's bytes pe
 
 # Of transformers' GlmMoeDsaConfig. Heads only round the ranks that a refusal advises.
 _GLM_HEADS = 64
+
+_GLM_PARAMS = "GLM-5 in the documentation of transformers; experts in NVIDIA Megatron Bridge's"
+_GLM_PARAMS_B, _GLM_ACTIVE_B = 744.0, 40.0
+_EXPERTS, _EXPERTS_PER_TOKEN = 256, 8
 
 
 def _glm_with_index_share(name: str) -> Model:
@@ -65,6 +77,11 @@ def _glm_with_index_share(name: str) -> Model:
         attention_heads=_GLM_HEADS,
         weights_gib=_GLM_WEIGHTS_GIB,
         weights_source=_GLM_WEIGHTS,
+        params_b=_GLM_PARAMS_B,
+        active_params_b=_GLM_ACTIVE_B,
+        params_source=_GLM_PARAMS,
+        experts=_EXPERTS,
+        experts_per_token=_EXPERTS_PER_TOKEN,
     )
 
 
@@ -76,6 +93,11 @@ def _glm_without_index_share(name: str) -> Model:
         source=_GLM5_SOURCE,
         attention_heads=_GLM_HEADS,
         secondary=True,
+        params_b=_GLM_PARAMS_B,
+        active_params_b=_GLM_ACTIVE_B,
+        params_source=_GLM_PARAMS,
+        experts=_EXPERTS,
+        experts_per_token=_EXPERTS_PER_TOKEN,
     )
 
 
@@ -94,6 +116,11 @@ MODELS: dict[str, Model] = {
             draft_layers=1,
             max_positions=163_840,
             attention_heads=128,
+            params_b=671.0,
+            active_params_b=37.0,
+            params_source="DeepSeek-V3 technical report (arXiv 2412.19437)",
+            experts=_EXPERTS,
+            experts_per_token=_EXPERTS_PER_TOKEN,
         ),
     )
 }
@@ -115,6 +142,9 @@ class Gpu:
     link_source: str
     secondary: bool = False
     """True where the link's source is not NVIDIA's own."""
+    hbm_gbps: float | None = None
+    """Rate of the GPU's memory in GB/s, of NVIDIA's data sheets."""
+    is_hopper: bool = False
 
     @property
     def memory_gib(self) -> float:
@@ -125,21 +155,36 @@ class Gpu:
 _SMI = "memory.total of nvidia-smi in public logs"
 _MLPERF = "MLPerf Inference v4.1, closed/NVIDIA/systems"
 _PCIE5 = "32 GT/s x 16 lanes x 128/130"
-_PCIE5_GBPS = 32 * 16 / 8 * 128 / 130
+PCIE5_GBPS = 32 * 16 / 8 * 128 / 130
 # A flit of PCIe 6 has 236 bytes of packets in 256.
 _PCIE6_GBPS = 64 * 16 / 8 * 236 / 256
 
 
-def _pcie5(name: str, memory_mib: float, memory: str, source: str) -> Gpu:
-    return Gpu(name, memory_mib, memory, "PCIe 5.0 x16", _PCIE5_GBPS, f"{source}; {_PCIE5}")
+def _pcie5(name: str, memory_mib: float, memory: str, source: str, **more: Any) -> Gpu:
+    link_source = f"{source}; {_PCIE5}"
+    return Gpu(name, memory_mib, memory, "PCIe 5.0 x16", PCIE5_GBPS, link_source, **more)
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _pcie5("h100", 81_559, f"{_SMI}; sold as 80 GB ({_MLPERF})", _MLPERF),
-        _pcie5("h200", 143_771, f"{_SMI}; sold as 141 GB ({_MLPERF})", _MLPERF),
-        _pcie5("b200", 183_359, f"{_SMI}; sold as 180 GB ({_MLPERF})", _MLPERF),
+        _pcie5(
+            "h100",
+            81_559,
+            f"{_SMI}; sold as 80 GB ({_MLPERF})",
+            _MLPERF,
+            hbm_gbps=3_350.0,
+            is_hopper=True,
+        ),
+        _pcie5(
+            "h200",
+            143_771,
+            f"{_SMI}; sold as 141 GB ({_MLPERF})",
+            _MLPERF,
+            hbm_gbps=4_800.0,
+            is_hopper=True,
+        ),
+        _pcie5("b200", 183_359, f"{_SMI}; sold as 180 GB ({_MLPERF})", _MLPERF, hbm_gbps=8_000.0),
         Gpu(
             "b300",
             275_040,
@@ -157,6 +202,8 @@ GPUS: dict[str, Gpu] = {
             "NVLink-C2C",
             450.0,
             f"{_MLPERF} names the link; NVIDIA gives 900 GB/s for both directions together",
+            hbm_gbps=4_900.0,
+            is_hopper=True,
         ),
         _pcie5(
             "rtx-pro-6000",

@@ -5,8 +5,8 @@
 use hotpage_core::geometry::LayerPacking;
 use hotpage_core::sim::engine::ServingPolicy;
 use hotpage_core::sim::simulate::{
-    CostModel, GroupCost, Latency, PeerCost, Simulation, SimulationConfig, SimulationReport,
-    StepTime,
+    CostModel, GroupCost, Latency, Moved, PeerCost, Simulation, SimulationConfig, SimulationReport,
+    StepTime, TokenCounts,
 };
 use hotpage_core::sim::topk::ReuseTail;
 use pyo3::prelude::*;
@@ -188,49 +188,30 @@ fn report_dict<'py>(py: Python<'py>, report: &SimulationReport) -> PyResult<Boun
         turns,
         running_max,
         preemptions,
-        prefilled_tokens,
-        recomputed_tokens,
-        prefix_hit_tokens,
-        prompt_tokens,
-        output_tokens,
-        rejected_rows,
-        bytes_to_host,
-        missed_bytes,
-        staged_bytes,
-        restored_bytes,
-        misses,
+        tokens,
+        moved,
         between_tokens,
         first_token,
         later_first_token,
         time,
         refusals,
         leased_blocks,
-    } = report;
+    } = *report;
     for (name, value) in [
-        ("num_users", u64::from(*num_users)),
-        ("gpu_blocks", u64::from(*gpu_blocks)),
-        ("host_blocks", u64::from(*host_blocks)),
-        ("steps", *steps),
-        ("conversations", *conversations),
-        ("turns", *turns),
-        ("running_max", u64::from(*running_max)),
-        ("preemptions", *preemptions),
-        ("prefilled_tokens", *prefilled_tokens),
-        ("recomputed_tokens", *recomputed_tokens),
-        ("prefix_hit_tokens", *prefix_hit_tokens),
-        ("prompt_tokens", *prompt_tokens),
-        ("output_tokens", *output_tokens),
-        ("rejected_rows", *rejected_rows),
-        ("bytes_gpu_to_host", *bytes_to_host),
-        ("restored_bytes", *restored_bytes),
-        ("leaked_blocks", *leased_blocks),
+        ("num_users", u64::from(num_users)),
+        ("gpu_blocks", u64::from(gpu_blocks)),
+        ("host_blocks", u64::from(host_blocks)),
+        ("steps", steps),
+        ("conversations", conversations),
+        ("turns", turns),
+        ("running_max", u64::from(running_max)),
+        ("preemptions", preemptions),
+        ("leaked_blocks", leased_blocks),
     ] {
         dict.set_item(name, value)?;
     }
-    dict.set_item("missed_bytes", missed_bytes)?;
-    dict.set_item("staged_bytes", staged_bytes)?;
-    dict.set_item("misses", misses)?;
-    dict.set_item("bytes_host_to_gpu", missed_bytes + staged_bytes + *restored_bytes as f64)?;
+    set_tokens(&dict, tokens)?;
+    set_moved(&dict, moved)?;
     for (name, latency) in [
         ("between_tokens", between_tokens),
         ("first_token", first_token),
@@ -238,9 +219,36 @@ fn report_dict<'py>(py: Python<'py>, report: &SimulationReport) -> PyResult<Boun
     ] {
         dict.set_item(name, latency.map(|latency| latency_dict(py, latency)).transpose()?)?;
     }
-    dict.set_item("time", time_dict(py, time)?)?;
-    dict.set_item("refusals", refusals_dict(py, *refusals)?)?;
+    dict.set_item("time", time_dict(py, &time)?)?;
+    dict.set_item("refusals", refusals_dict(py, refusals)?)?;
     Ok(dict)
+}
+
+fn set_tokens(dict: &Bound<'_, PyDict>, tokens: TokenCounts) -> PyResult<()> {
+    let TokenCounts {
+        prefilled_tokens,
+        recomputed_tokens,
+        prefix_hit_tokens,
+        prompt_tokens,
+        output_tokens,
+        rejected_rows,
+    } = tokens;
+    dict.set_item("prefilled_tokens", prefilled_tokens)?;
+    dict.set_item("recomputed_tokens", recomputed_tokens)?;
+    dict.set_item("prefix_hit_tokens", prefix_hit_tokens)?;
+    dict.set_item("prompt_tokens", prompt_tokens)?;
+    dict.set_item("output_tokens", output_tokens)?;
+    dict.set_item("rejected_rows", rejected_rows)
+}
+
+fn set_moved(dict: &Bound<'_, PyDict>, moved: Moved) -> PyResult<()> {
+    let Moved { to_host_bytes, missed_bytes, staged_bytes, restored_bytes, misses } = moved;
+    dict.set_item("bytes_gpu_to_host", to_host_bytes)?;
+    dict.set_item("missed_bytes", missed_bytes)?;
+    dict.set_item("staged_bytes", staged_bytes)?;
+    dict.set_item("restored_bytes", restored_bytes)?;
+    dict.set_item("bytes_host_to_gpu", missed_bytes + staged_bytes + restored_bytes as f64)?;
+    dict.set_item("misses", misses)
 }
 
 fn latency_dict(py: Python<'_>, Latency { p50, p90 }: Latency) -> PyResult<Bound<'_, PyDict>> {

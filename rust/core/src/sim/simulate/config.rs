@@ -11,8 +11,10 @@ use crate::sim::engine::{EngineConfig, ServingPolicy};
 use crate::sim::topk::ReuseTail;
 use crate::sim::workload::Conversation;
 
-/// Most conversations of a run: every token of every answer leaves a time behind.
-const MAX_CONVERSATIONS: u32 = 100_000;
+/// Most conversations of a run.
+const MAX_CONVERSATIONS: u64 = 100_000;
+/// Most tokens of all answers of a run: each leaves a time of 8 bytes behind.
+const MAX_ANSWER_TOKENS: u64 = 50_000_000;
 
 /// Settings of one run: a policy and a number of users.
 #[derive(Debug, Clone, PartialEq)]
@@ -85,16 +87,16 @@ impl SimulationConfig {
         at_least_one("block_bytes", self.block_bytes, "a block holds rows")?;
         at_least_one("ordinary_block_bytes", self.ordinary_block_bytes, "a block holds rows")?;
         at_least_one("host_block_bytes", self.host_block_bytes, "a block holds rows")?;
-        if self.num_conversations > MAX_CONVERSATIONS {
-            return Err(Error::Config {
-                name: "conversations",
-                got: self.num_conversations.into(),
-                expected: Expected::AtMost(MAX_CONVERSATIONS.into()),
-                remedy: "serve fewer",
-            });
-        }
+        at_most("conversations", self.num_conversations.into(), MAX_CONVERSATIONS)?;
         self.reuse_tail.validate()?;
-        self.conversations.iter().try_for_each(|conversation| conversation.validate(0))
+        self.conversations.iter().try_for_each(|conversation| conversation.validate(0))?;
+        at_most("answer tokens", self.num_answer_tokens(), MAX_ANSWER_TOKENS)
+    }
+
+    /// Tokens of all answers of the run.
+    fn num_answer_tokens(&self) -> u64 {
+        let all = self.conversations.iter().cycle().take(self.num_conversations as usize);
+        all.flat_map(|one| &one.turns).map(|turn| u64::from(turn.output_tokens)).sum()
     }
 
     /// The engine's settings. hotpage's pool has a block for each KV cache group and one for the
@@ -170,6 +172,16 @@ impl SimulationConfig {
             indexer_page_bytes,
         }
     }
+}
+
+fn at_most(name: &'static str, got: u64, bound: u64) -> Result<()> {
+    if got <= bound {
+        return Ok(());
+    }
+    // OK because the bounds are small; a number past them only has to show as large.
+    let (got, bound) = (i64::try_from(got).unwrap_or(i64::MAX), bound as i64);
+    let remedy = "serve fewer conversations";
+    Err(Error::Config { name, got, expected: Expected::AtMost(bound), remedy })
 }
 
 /// Whole blocks of a pool.

@@ -16,7 +16,7 @@ mod worker;
 
 pub use config::SimulationConfig;
 pub use cost::{CostModel, GroupCost, PeerCost, StepLoad, StepTime};
-pub use report::{Latency, SimulationReport};
+pub use report::{Latency, Moved, SimulationReport, TokenCounts};
 
 use crate::error::Result;
 use crate::sim::engine::Engine;

@@ -3,8 +3,40 @@
 
 use super::SimulationConfig;
 use super::cost::{CostModel, StepLoad, StepTime};
-use super::turns::{Turns, percentile};
+use super::turns::Turns;
 use crate::sim::engine::{EngineReport, Refusals, ServingPolicy};
+
+/// What a run has moved, on one rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Moved {
+    /// Bytes to the host, of the rank that writes.
+    pub to_host_bytes: u64,
+    /// Bytes of misses.
+    pub missed_bytes: f64,
+    /// Bytes of contexts staged for prefill.
+    pub staged_bytes: f64,
+    /// Bytes of whole pages to the GPU, of the indexer's rows alone under hotpage.
+    pub restored_bytes: u64,
+    /// Misses of all requests in each index group.
+    pub misses: f64,
+}
+
+/// Tokens of a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TokenCounts {
+    /// Tokens computed by prefill steps.
+    pub prefilled_tokens: u64,
+    /// Tokens computed although their conversation had computed them before.
+    pub recomputed_tokens: u64,
+    /// Prompt tokens found in the prefix index.
+    pub prefix_hit_tokens: u64,
+    /// New prompt tokens of the turns answered; what was said before is not counted again.
+    pub prompt_tokens: u64,
+    /// Tokens of their answers.
+    pub output_tokens: u64,
+    /// Draft rows that were rejected.
+    pub rejected_rows: u64,
+}
 
 /// Sums over the steps of a run.
 #[derive(Debug, Clone, Copy, Default)]
@@ -12,23 +44,18 @@ pub(super) struct Sums {
     time: StepTime,
     /// Seconds times requests that ran.
     running_seconds: f64,
-    missed_bytes: f64,
-    staged_bytes: f64,
-    restored_bytes: u64,
-    to_host_bytes: u64,
-    /// Rows of hot regions that were found, and missed, in each index group.
-    misses: f64,
+    moved: Moved,
 }
 
 impl Sums {
     pub(super) fn add(&mut self, cost: &CostModel, load: &StepLoad, time: &StepTime) {
         self.time.add(time);
         self.running_seconds += time.step * f64::from(load.running);
-        self.missed_bytes += cost.missed_bytes(load);
-        self.staged_bytes += cost.staged_bytes(load);
-        self.restored_bytes += load.restored_bytes;
-        self.to_host_bytes += load.to_host_bytes;
-        self.misses += load.misses;
+        self.moved.to_host_bytes += load.to_host_bytes;
+        self.moved.missed_bytes += cost.missed_bytes(load);
+        self.moved.staged_bytes += cost.staged_bytes(load);
+        self.moved.restored_bytes += load.restored_bytes;
+        self.moved.misses += load.misses;
     }
 }
 
@@ -42,8 +69,15 @@ pub struct Latency {
 }
 
 impl Latency {
+    /// A percentile is the smallest sample that so many of all do not exceed.
     fn of(samples: &[f64]) -> Option<Self> {
-        Some(Self { p50: percentile(samples, 50)?, p90: percentile(samples, 90)? })
+        let mut sorted = samples.to_vec();
+        sorted.sort_unstable_by(f64::total_cmp);
+        let at = |percent: usize| {
+            let rank = (sorted.len() * percent).div_ceil(100);
+            sorted.get(rank.saturating_sub(1)).copied()
+        };
+        Some(Self { p50: at(50)?, p90: at(90)? })
     }
 }
 
@@ -72,28 +106,10 @@ pub struct SimulationReport {
     pub running_max: u32,
     /// Times that a running request lost its blocks and had to be admitted again.
     pub preemptions: u64,
-    /// Tokens computed by prefill steps.
-    pub prefilled_tokens: u64,
-    /// Tokens computed although their conversation had computed them before.
-    pub recomputed_tokens: u64,
-    /// Prompt tokens found in the prefix index.
-    pub prefix_hit_tokens: u64,
-    /// New prompt tokens of the turns answered; what was said before is not counted again.
-    pub prompt_tokens: u64,
-    /// Tokens of their answers.
-    pub output_tokens: u64,
-    /// Draft rows that were rejected.
-    pub rejected_rows: u64,
-    /// Bytes to the host on one rank that writes.
-    pub bytes_to_host: u64,
-    /// Bytes to each rank's GPU: misses.
-    pub missed_bytes: f64,
-    /// Contexts staged for prefill.
-    pub staged_bytes: f64,
-    /// Whole pages, of the indexer's rows alone under hotpage.
-    pub restored_bytes: u64,
-    /// Misses of all requests in each index group.
-    pub misses: f64,
+    /// Tokens computed, found, asked and answered.
+    pub tokens: TokenCounts,
+    /// Bytes moved.
+    pub moved: Moved,
     /// Seconds between two tokens of an answer.
     pub between_tokens: Option<Latency>,
     /// Seconds from the arrival of a conversation's first turn to its first token.
@@ -131,17 +147,15 @@ impl SimulationReport {
             running_mean: ratio(sums.running_seconds, sums.time.step).unwrap_or(0.0),
             running_max: engine.running_max,
             preemptions: engine.preemptions,
-            prefilled_tokens: engine.prefilled_tokens,
-            recomputed_tokens: engine.recomputed_tokens,
-            prefix_hit_tokens: engine.prefix_hit_tokens,
-            prompt_tokens: turns.prompt_tokens,
-            output_tokens: turns.output_tokens,
-            rejected_rows: engine.rejected_rows,
-            bytes_to_host: sums.to_host_bytes,
-            missed_bytes: sums.missed_bytes,
-            staged_bytes: sums.staged_bytes,
-            restored_bytes: sums.restored_bytes,
-            misses: sums.misses,
+            tokens: TokenCounts {
+                prefilled_tokens: engine.prefilled_tokens,
+                recomputed_tokens: engine.recomputed_tokens,
+                prefix_hit_tokens: engine.prefix_hit_tokens,
+                prompt_tokens: turns.prompt_tokens,
+                output_tokens: turns.output_tokens,
+                rejected_rows: engine.rejected_rows,
+            },
+            moved: sums.moved,
             between_tokens: Latency::of(&turns.between_tokens),
             first_token: Latency::of(&turns.first_token),
             later_first_token: Latency::of(&turns.later_first_token),
@@ -155,17 +169,32 @@ impl SimulationReport {
     /// Answer tokens a second of the replica.
     #[must_use]
     pub fn output_tokens_per_second(&self) -> f64 {
-        ratio(self.output_tokens as f64, self.seconds).unwrap_or(0.0)
+        ratio(self.tokens.output_tokens as f64, self.seconds).unwrap_or(0.0)
     }
 
     /// New prompt tokens and answer tokens a second of the replica.
     #[must_use]
     pub fn tokens_per_second(&self) -> f64 {
-        let tokens = self.prompt_tokens + self.output_tokens;
+        let tokens = self.tokens.prompt_tokens + self.tokens.output_tokens;
         ratio(tokens as f64, self.seconds).unwrap_or(0.0)
     }
 }
 
 fn ratio(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples() {
+        let of = |samples: &[f64]| Latency::of(samples).map(|found| (found.p50, found.p90));
+        assert_eq!(of(&[4.0, 1.0, 3.0, 2.0]), Some((2.0, 4.0)));
+        assert_eq!(of(&[4.0]), Some((4.0, 4.0)));
+        let ten: Vec<f64> = (1..=10).rev().map(f64::from).collect();
+        assert_eq!(of(&ten), Some((5.0, 9.0)));
+        assert_eq!(of(&[]), None);
+    }
 }

@@ -110,11 +110,14 @@ fn preempting_computes_a_conversation_again_by_hand() {
     near_latency(report.later_first_token, 3e-3, 10e-3);
     near_latency(report.between_tokens, 1e-3, 1e-3);
     near(report.running_mean, 1.0);
-    assert_eq!((report.prefilled_tokens, report.recomputed_tokens), (20 + 20 + 30 + 30, 28 + 28));
-    assert_eq!((report.prompt_tokens, report.output_tokens), (42, 22));
+    assert_eq!(
+        (report.tokens.prefilled_tokens, report.tokens.recomputed_tokens),
+        (20 + 20 + 30 + 30, 28 + 28)
+    );
+    assert_eq!((report.tokens.prompt_tokens, report.tokens.output_tokens), (42, 22));
     near(report.output_tokens_per_second(), 1e3);
     near(report.user_tokens_per_second.unwrap(), 1e3);
-    assert_eq!((report.bytes_to_host, report.restored_bytes), (0, 0));
+    assert_eq!((report.moved.to_host_bytes, report.moved.restored_bytes), (0, 0));
 }
 
 #[test]
@@ -127,10 +130,13 @@ fn offloading_brings_pages_back_by_hand() {
     near_latency(report.first_token, 1e-3, 10e-3);
     near_latency(report.later_first_token, 4e-3, 10.5e-3);
     // Rows 24 to 27 lay in a page that was not full.
-    assert_eq!((report.prefilled_tokens, report.recomputed_tokens), (20 + 20 + 6 + 6, 4 + 4));
-    assert_eq!(report.restored_bytes, 2 * 3 * 160);
+    assert_eq!(
+        (report.tokens.prefilled_tokens, report.tokens.recomputed_tokens),
+        (20 + 20 + 6 + 6, 4 + 4)
+    );
+    assert_eq!(report.moved.restored_bytes, 2 * 3 * 160);
     // Every row of both users once, and the 8 that were computed again; 20 bytes with the indexer.
-    assert_eq!(report.bytes_to_host, (2 * 31 + 8) * 20);
+    assert_eq!(report.moved.to_host_bytes, (2 * 31 + 8) * 20);
 }
 
 #[test]
@@ -151,14 +157,14 @@ fn hotpage_reads_from_the_host_by_hand() {
     // The first of them finds its three whole pages on the host: 24 rows are staged behind 6 tokens
     // to compute, then 4 x 24 / 31 rows are missed by an empty hot region. It leaves one block with
     // a page of the other user, the one that is given up last, so there it is 16 rows.
-    near(report.staged_bytes, 24.0 + 16.0);
-    near(report.misses, 4.0 * (24.0 + 16.0) / 31.0);
+    near(report.moved.staged_bytes, 24.0 + 16.0);
+    near(report.moved.misses, 4.0 * (24.0 + 16.0) / 31.0);
     near(report.time.staging, 2.4e-3 + 1.6e-3);
-    let all = 22e-3 + 4e-3 + report.misses * 1e-3;
+    let all = 22e-3 + 4e-3 + report.moved.misses * 1e-3;
     assert!((report.seconds - all).abs() < 1e-6, "{} of {all}", report.seconds);
     // The indexer's rows come back, the pages do not.
-    assert_eq!(report.restored_bytes, 2 * 3 * 32);
-    assert_eq!(report.recomputed_tokens, 8);
+    assert_eq!(report.moved.restored_bytes, 2 * 3 * 32);
+    assert_eq!(report.tokens.recomputed_tokens, 8);
 }
 
 /// Conversations of up to 12 pages of 8 tokens under pools that hold a few of them.
@@ -192,14 +198,16 @@ fn every_turn_is_answered_and_every_token_counted_once_under_the_rules() {
         for drafts in [0, 3] {
             let report = run(pressed(policy, drafts), 1);
             assert_eq!((report.conversations, report.turns), (30, 10 * (4 + 1 + 1)), "{policy}");
-            assert_eq!(report.prompt_tokens, 10 * (54 + 1 + 60));
-            assert_eq!(report.output_tokens, 10 * (39 + 1 + 30));
+            assert_eq!(report.tokens.prompt_tokens, 10 * (54 + 1 + 60));
+            assert_eq!(report.tokens.output_tokens, 10 * (39 + 1 + 30));
             assert_eq!(report.leased_blocks, 0);
-            assert_eq!(report.rejected_rows > 0, drafts > 0);
+            assert_eq!(report.tokens.rejected_rows > 0, drafts > 0);
             assert!(report.running_mean > 1.0 && report.running_max <= 9);
             // What is computed is what was said but for last tokens, and what was lost.
-            let computed = report.prefilled_tokens + report.output_tokens;
-            let said = report.prompt_tokens + report.output_tokens + report.recomputed_tokens;
+            let computed = report.tokens.prefilled_tokens + report.tokens.output_tokens;
+            let said = report.tokens.prompt_tokens
+                + report.tokens.output_tokens
+                + report.tokens.recomputed_tokens;
             assert!(computed <= said + report.turns, "{policy}: {computed} of {said}");
             assert!(report.refusals != crate::sim::engine::Refusals::default(), "{policy}");
         }
@@ -211,7 +219,7 @@ fn equal_settings_give_equal_reports_and_another_seed_other_drafts() {
     let report = run(pressed(ServingPolicy::Hotpage, 3), 7);
     assert_eq!(report, run(pressed(ServingPolicy::Hotpage, 3), 1_000));
     let other = SimulationConfig { seed: 2, ..pressed(ServingPolicy::Hotpage, 3) };
-    assert_ne!(report.rejected_rows, run(other, 1_000).rejected_rows);
+    assert_ne!(report.tokens.rejected_rows, run(other, 1_000).tokens.rejected_rows);
 }
 
 #[test]
@@ -221,8 +229,14 @@ fn rates_change_times_and_no_decision() {
         let slow = CostModel { hbm_gbps: 0.1, restore_gbps: 1e-6, ..free_cost() };
         let slow = run(SimulationConfig { cost: slow, ..pressed(policy, 0) }, 1_000);
         assert!(slow.seconds > 9.0 * base.seconds, "{policy}");
-        assert_eq!((slow.steps, slow.restored_bytes), (base.steps, base.restored_bytes));
-        assert_eq!((slow.recomputed_tokens, slow.misses), (base.recomputed_tokens, base.misses));
+        assert_eq!(
+            (slow.steps, slow.moved.restored_bytes),
+            (base.steps, base.moved.restored_bytes)
+        );
+        assert_eq!(
+            (slow.tokens.recomputed_tokens, slow.moved.misses),
+            (base.tokens.recomputed_tokens, base.moved.misses)
+        );
     }
 }
 
@@ -236,10 +250,13 @@ fn without_pressure_the_policies_serve_alike_and_nothing_is_read_back() {
         // Pages on the GPU can be found at once, pages on the host once they have landed.
         assert!((report.running_mean / reports[0].running_mean - 1.0).abs() < 0.02);
         near_latency(report.between_tokens, 1e-3, 1e-3);
-        assert_eq!((report.preemptions, report.misses, report.staged_bytes), (0, 0.0, 0.0));
+        assert_eq!(
+            (report.preemptions, report.moved.misses, report.moved.staged_bytes),
+            (0, 0.0, 0.0)
+        );
     }
     let [_, preempt, offload] = reports;
-    assert_eq!((preempt.bytes_to_host, offload.restored_bytes), (0, 0));
+    assert_eq!((preempt.moved.to_host_bytes, offload.moved.restored_bytes), (0, 0));
 }
 
 #[test]

@@ -149,14 +149,6 @@ impl Speaker {
     }
 }
 
-/// The smallest sample that at least `percent` of all do not exceed; `None` without samples.
-pub(super) fn percentile(samples: &[f64], percent: u32) -> Option<f64> {
-    let mut sorted = samples.to_vec();
-    sorted.sort_unstable_by(f64::total_cmp);
-    let rank = (sorted.len() * percent as usize).div_ceil(100);
-    sorted.get(rank.saturating_sub(1)).copied()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,14 +201,5 @@ mod tests {
         let mut turns = Turns::default();
         turns.begin(3, &talk, 0.0);
         assert!(turns.on_computed(computed(7), &talk, 1.0).is_err());
-    }
-
-    #[test]
-    fn percentiles_are_samples() {
-        let samples = [4.0, 1.0, 3.0, 2.0];
-        assert_eq!(percentile(&samples, 50), Some(2.0));
-        assert_eq!(percentile(&samples, 90), Some(4.0));
-        assert_eq!(percentile(&samples[..1], 1), Some(4.0));
-        assert_eq!(percentile(&[], 50), None);
     }
 }
