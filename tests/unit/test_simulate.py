@@ -108,6 +108,11 @@ def test_as_many_run_at_once_as_the_planner_says(
     # All are long when most of them run; with ordinary residency a new one is as long as its
     # prompt.
     assert runs["hotpage"]["running_max"] == math.floor(longer["hotpage"])
+    # A verification row misses what the planner counts for it, but for its resident pages; before
+    # the region has filled it misses more.
+    expected = (1 - answer["plan"]["hit_rate"]) * 2_048
+    rows = runs["hotpage"]["output_tokens"] + runs["hotpage"]["rejected_rows"]
+    assert runs["hotpage"]["misses"] / rows == pytest.approx(expected, rel=0.15)
     for policy in ("preempt", "offload"):
         most = runs[policy]["running_max"]
         assert math.floor(longer["ordinary"]) <= most <= math.floor(shorter["ordinary"])
@@ -200,6 +205,10 @@ def test_the_report_names_its_constants_and_fits_a_terminal(
     assert "give --overhead-ms" in out
     assert cli.run([*SMALL, "--overhead-ms", "5"]) == 0
     assert "give --overhead-ms" not in capsys.readouterr().out
+    assert cli.run([*SMALL, "--mtp", "1", "--cooperative"]) == 0
+    out = capsys.readouterr().out
+    for said in ("Drafting takes no time", "measured on two GPUs, not on more", "acceptance 0.7:"):
+        assert said in out
 
 
 def test_csv_has_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:

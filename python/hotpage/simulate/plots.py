@@ -11,6 +11,9 @@ from hotpage.simulate.request import Prepared
 
 _COLOURS = {"hotpage": "#0072B2", "preempt": "#6E6E6E", "offload": "#D55E00"}
 
+# Points this close to each other, as a share of their value, get one label.
+_NEAR = 0.1
+
 
 def _curves(axes: Any, runs: list[dict[str, Any]], x: str, y: str, names_users: bool) -> None:
     for policy, colour in _COLOURS.items():
@@ -19,15 +22,29 @@ def _curves(axes: Any, runs: list[dict[str, Any]], x: str, y: str, names_users: 
             continue
         xs, ys = [run[x] for run in found], [run[y] for run in found]
         axes.plot(xs, ys, "o-", color=colour, label=policy, linewidth=2, markersize=5)
-        for run in found if names_users else ():
-            axes.annotate(
-                str(run["concurrency"]),
-                (run[x], run[y]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=8,
-                color=colour,
-            )
+        if names_users:
+            _name_users(axes, found, x, y, colour)
+
+
+def _name_users(axes: Any, runs: list[dict[str, Any]], x: str, y: str, colour: str) -> None:
+    """Writes the number of users at each point, of points that lie together at the first."""
+    together: list[tuple[dict[str, Any], list[str]]] = []
+    for run in runs:
+        users = str(run["concurrency"])
+        first = together[-1][0] if together else None
+        if first and all(abs(run[one] - first[one]) < _NEAR * first[one] for one in (x, y)):
+            together[-1][1].append(users)
+        else:
+            together.append((run, [users]))
+    for run, users in together:
+        axes.annotate(
+            ", ".join(users),
+            (run[x], run[y]),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=8,
+            color=colour,
+        )
 
 
 def check(path: Path) -> None:

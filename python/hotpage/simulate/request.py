@@ -397,7 +397,8 @@ def shape(prepared: Prepared, runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
             name: {"value": one.value, "unit": one.unit, "source": one.source}
             for name, one in prepared.constants.items()
         },
-        "plan": {name: point[name] for name in ("context", "ordinary", "hotpage")},
+        "plan": {name: point[name] for name in ("context", "ordinary", "hotpage")}
+        | {"hit_rate": prepared.plan["hit_rate"]},
         "runs": list(runs),
         "notes": notes(prepared),
     }
@@ -410,7 +411,7 @@ def notes(prepared: Prepared) -> list[str]:
     lines = [
         "This is a model and no forecast: weights, rows and arithmetic at the rates below, and "
         "nothing for what has no constant there. Users answer at once; all begin together.",
-        "Misses follow the published curve of GLM-5.1 at top-k 2,048 (LRU), continued beyond 4 x "
+        "Misses follow the published curve of GLM-5.1 at top-k 2,048 (LRU), which ends at 4 x "
         "top-k; nothing hides their copies or the staging of contexts for prefill.",
         "Restores of dense offloading and copies to the host run beside the pass, and no CPU time "
         "of offloading is counted: both in its favour.",
@@ -420,6 +421,8 @@ def notes(prepared: Prepared) -> list[str]:
             "A step has no fixed cost: what launches, collectives and sampling take is not "
             "measured. Short steps of few requests gain most by that, so give --overhead-ms."
         )
+    if prepared.machine.mtp:
+        lines.append("Drafting takes no time here, only the rows that verify drafts do.")
     if prepared.asked.cooperative and prepared.machine.tp > 2:
         lines.append("Ranks that fetch for each other were measured on two GPUs, not on more.")
     return lines + unserved(prepared.machine)

@@ -78,7 +78,7 @@ fn simulation_config(arguments: Option<&Bound<'_, PyDict>>) -> PyResult<Simulati
         max_running: settings.number("max_running")?,
         max_model_len: settings.number("max_model_len")?,
         hot_return_steps: settings.number("hot_return_steps")?,
-        reuse_tail: ReuseTail::PUBLISHED,
+        reuse_tail: ReuseTail::PUBLISHED_ALONE,
         conversations: conversations(&settings.require("conversations")?)?,
         num_users: settings.number("num_users")?,
         num_conversations: settings.number("num_conversations")?,

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     fn model(hot_rows: f64) -> MissModel {
-        MissModel { tail: ReuseTail::PUBLISHED, top_k: 2_048.0, hot_rows }
+        MissModel { tail: ReuseTail::PUBLISHED_ALONE, top_k: 2_048.0, hot_rows }
     }
 
     /// Misses a step once the region is full.

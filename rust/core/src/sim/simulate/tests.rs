@@ -36,7 +36,7 @@ fn config(policy: ServingPolicy, blocks: u64) -> SimulationConfig {
         max_running: 100,
         max_model_len: 32,
         hot_return_steps: 512,
-        reuse_tail: ReuseTail::PUBLISHED,
+        reuse_tail: ReuseTail::PUBLISHED_ALONE,
         conversations: vec![talk(&[(20, 9), (1, 2)])],
         num_users: 2,
         num_conversations: 2,

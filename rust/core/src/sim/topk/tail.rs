@@ -19,6 +19,10 @@ impl ReuseTail {
     /// Published for GLM-5.1 at 1, 2 and 4 times k; continued to 8 times k at the same slope.
     pub const PUBLISHED: Self = Self { beyond_ppm: [300_000, 134_000, 67_000, 33_500] };
 
+    /// The same figures and no guess beyond the deepest of them: what lies deeper than 4 times k is
+    /// missed by deeper regions, too, as the planner counts it.
+    pub const PUBLISHED_ALONE: Self = Self { beyond_ppm: [300_000, 134_000, 67_000, 67_000] };
+
     /// Checks that the shares fall and leave room to keep a part of the row.
     ///
     /// # Errors
@@ -127,6 +131,11 @@ mod tests {
         }
         let shares: Vec<_> = (0..=90).map(|at| tail.share_beyond(f64::from(at) / 10.0)).collect();
         assert!(shares.windows(2).all(|pair| pair[0] >= pair[1]));
+        let alone = ReuseTail::PUBLISHED_ALONE;
+        alone.validate().unwrap();
+        for (multiple, share) in [(1.0, 0.3), (4.0, 0.067), (6.0, 0.067), (9.0, 0.067)] {
+            assert!((alone.share_beyond(multiple) - share).abs() < 1e-12, "{multiple}");
+        }
         // a + b / depth through 30.0 % at k and 13.4 % at 2k, half way in 1 / depth.
         assert!((tail.share_beyond(4.0 / 3.0) - 0.217).abs() < 1e-12);
     }
