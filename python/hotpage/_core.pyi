@@ -555,6 +555,7 @@ class Simulation:
         active_params: float,
         active_bytes: float,
         expert_share: float,
+        expert_replicas: int,
         hbm_gbps: float,
         compute_tflops: float,
         indexer_row_bytes: float,

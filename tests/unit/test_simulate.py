@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hotpage import _core, cli, simulate
-from hotpage.errors import CapacityError
+from hotpage.errors import CapacityError, ConfigError
 from hotpage.plan import GPUS, MODELS, Request
 from hotpage.simulate import Simulated, constants
 from hotpage.simulate.request import prepare
@@ -155,6 +155,22 @@ def test_replicas_share_the_users(capsys: pytest.CaptureFixture[str]) -> None:
     same = "tokens_per_second_per_gpu"
     assert two[same] == alone[same]
     assert two["seconds"] == alone["seconds"]
+
+
+def test_replicas_that_share_experts_read_fewer_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ["--first", "9000", "--turns", "2", "--out", "20", "--policy", "hotpage"]
+    spread = ["simulate", "--gpu", "h200", "--tp", "1", "--dp", "8", "--kv-gib", "30"]
+    own = run(capsys, *spread, *shape, "--concurrency", "16")
+    shared = run(capsys, *spread, *shape, "--concurrency", "16", "--expert-parallel")
+    [own_run], [shared_run] = own["runs"], shared["runs"]
+    # Two tokens of each of 8 replicas touch 2 / 5 of the experts, and each reads 1 / 8 of them.
+    assert shared_run["steps"] == own_run["steps"]
+    assert shared_run["between_tokens"]["p50"] < own_run["between_tokens"]["p50"]
+    assert any("share the experts" in note for note in shared["notes"])
+    alone = ["--gpu", "h200", "--tp", "8", "--expert-parallel"]
+    assert refused(capsys, *alone).startswith("--expert-parallel is given, expected --dp of 2")
 
 
 def test_a_cost_that_is_given_is_paid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,6 +343,14 @@ def test_a_model_without_experts_reads_all_weights_and_says_so() -> None:
     assert found.constants["expert_share"].source.startswith("experts are not known")
     assert found.settings["active_bytes"] == pytest.approx(found.settings["weight_bytes"] / 10)
     assert found.settings["active_params"] == 70e9
+    spread = asked(
+        machine=Request(model=bare, gpu=GPUS["h200"], tp=8, dp=2),
+        params_b=700.0,
+        active_params_b=70.0,
+        expert_parallel=True,
+    )
+    with pytest.raises(ConfigError, match="give --expert-share beside"):
+        prepare(spread)
 
 
 def test_links_that_were_not_measured_get_the_measured_share() -> None:

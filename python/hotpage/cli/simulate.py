@@ -139,6 +139,9 @@ def simulate(
     expert_share: Annotated[
         float | None, typer.Option(help="Routed experts of a token over all of a layer.")
     ] = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Replicas share one set of experts.")
+    ] = False,
     overhead_ms: Annotated[
         float, typer.Option(help="Fixed cost of a step: launches, collectives, sampling.")
     ] = 0.0,
@@ -207,6 +210,7 @@ def simulate(
             params_b=params_b,
             active_params_b=active_params_b,
             expert_share=expert_share,
+            expert_parallel=expert_parallel,
             overhead_ms=overhead_ms,
             seed=seed,
         )

@@ -47,6 +47,7 @@ class Simulated:
     params_b: float | None = None
     active_params_b: float | None = None
     expert_share: float | None = None
+    expert_parallel: bool = False
     overhead_ms: float = 0.0
     seed: int = 1
 
@@ -85,6 +86,10 @@ def check(asked: Simulated) -> None:
         raise ConfigError(f"--acceptance is {asked.acceptance:g}, expected 0 to 1; give a chance")
     if asked.cooperative and asked.machine.tp < 2:
         raise ConfigError("--cooperative is given, expected --tp of 2 or more; drop one of them")
+    if asked.expert_parallel and dp < 2:
+        raise ConfigError(
+            "--expert-parallel is given, expected --dp of 2 or more; drop one of them"
+        )
     if not 0 <= asked.seed < 2**64:
         raise ConfigError(f"--seed is {asked.seed}, expected 0 to 2^64-1; choose one")
     if not (math.isfinite(asked.overhead_ms) and asked.overhead_ms >= 0):
@@ -159,6 +164,11 @@ def _weights(asked: Simulated, machine: Request) -> tuple[dict[str, Constant], d
             f"--expert-share is {share:g}, expected at most {active_b / params_b:g} (active over "
             "all parameters); correct one"
         )
+    if asked.expert_parallel and share >= 1:
+        raise ConfigError(
+            f"the experts of {model.name} are not known; give --expert-share beside "
+            "--expert-parallel"
+        )
     assert machine.weights_gib is not None
     weight_bytes = machine.weights_gib * 2**30
     of_params = "given" if asked.active_params_b else model.params_source
@@ -207,7 +217,7 @@ def prepare(asked: Simulated) -> Prepared:
     link = constants.of_link(machine.link_gbps, asked.cooperative)
     plan = compute(machine)
     told |= {name: one.value for name, one in (rates | link | step).items()}
-    told |= {"ranks": machine.tp}
+    told |= {"ranks": machine.tp, "expert_replicas": machine.dp if asked.expert_parallel else 1}
     settings, copies, host_pool_gib = _sizes(asked, machine, plan)
     acceptance = Constant(asked.acceptance, "", "drafts right behind right ones; --acceptance")
     shown = weights | rates | copies | link | step
@@ -379,6 +389,7 @@ def shape(prepared: Prepared, runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
             "gpu": machine.gpu.name if machine.gpu else None,
             "tp": machine.tp,
             "dp": machine.dp,
+            "expert_parallel": asked.expert_parallel,
             "kv_dtype": machine.kv_dtype,
             "kv_gib": point["kv_bytes"] / 2**30,
             "hot_rows": prepared.plan["packing"]["hot_rows"],
@@ -421,6 +432,8 @@ def notes(prepared: Prepared) -> list[str]:
             "A step has no fixed cost: what launches, collectives and sampling take is not "
             "measured. Short steps of few requests gain most by that, so give --overhead-ms."
         )
+    if prepared.asked.expert_parallel:
+        lines.append("Replicas share the experts and step together, each with the same batch.")
     if prepared.machine.mtp:
         lines.append("Drafting takes no time here, only the rows that verify drafts do.")
     if prepared.asked.cooperative and prepared.machine.tp > 2:

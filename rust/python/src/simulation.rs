@@ -136,6 +136,7 @@ fn cost_model(
         active_params,
         active_bytes,
         expert_share,
+        expert_replicas: settings.number("expert_replicas")?.max(1),
         hbm_gbps,
         compute_tflops,
         row_bytes: f64::from(row_bytes),

@@ -46,6 +46,8 @@ pub struct CostModel {
     pub active_bytes: f64,
     /// Chance that a token is computed with a given expert; 1 if a step reads all weights.
     pub expert_share: f64,
+    /// Replicas that share one set of experts and step together; 1 if each has its own.
+    pub expert_replicas: u32,
     /// GB/s of one GPU's memory.
     pub hbm_gbps: f64,
     /// TFLOP/s of one GPU in the linear layers.
@@ -191,15 +193,17 @@ impl CostModel {
         read.max(flop / (ranks * self.compute_tflops * 1e12))
     }
 
-    /// Bytes of the weights that `tokens` tokens touch, each of which chooses its experts alike and
-    /// on its own. What all tokens share follows from the bytes of all weights and of one token's.
+    /// Bytes of the weights that `tokens` tokens of each replica touch, on the ranks of one replica.
+    /// Each token chooses its experts alike and on its own. What all tokens share follows from the
+    /// bytes of all weights and of one token's.
     fn weight_bytes_read(&self, tokens: u32) -> f64 {
         if self.expert_share >= 1.0 {
             return self.weight_bytes;
         }
         let experts = (self.weight_bytes - self.active_bytes) / (1.0 - self.expert_share);
-        let untouched = (1.0 - self.expert_share).powf(f64::from(tokens));
-        self.weight_bytes - experts * untouched
+        let replicas = f64::from(self.expert_replicas);
+        let untouched = (1.0 - self.expert_share).powf(f64::from(tokens) * replicas);
+        self.weight_bytes - experts + experts * (1.0 - untouched) / replicas
     }
 
     fn attention_bytes(&self, load: &StepLoad) -> f64 {
@@ -250,6 +254,7 @@ pub(super) mod tests {
             active_params: 1e9,
             active_bytes: 1e9,
             expert_share: 1.0,
+            expert_replicas: 1,
             hbm_gbps: 1_000.0,
             compute_tflops: 1.0,
             row_bytes: 100.0,
@@ -317,6 +322,11 @@ pub(super) mod tests {
         let experts = 7e9 * 32.0 / 31.0;
         near(model.weight_bytes_read(2), 8e9 - experts * (31.0_f64 / 32.0).powi(2));
         near(model.weight_bytes_read(100_000), 8e9);
+        // Four replicas: each reads what all share and a quarter of the experts that 4 tokens touch.
+        let spread = CostModel { expert_replicas: 4, ..model.clone() };
+        let touched = 1.0 - (31.0_f64 / 32.0).powi(4);
+        near(spread.weight_bytes_read(1), 8e9 - experts + experts * touched / 4.0);
+        near(spread.weight_bytes_read(100_000), 8e9 - experts + experts / 4.0);
     }
 
     #[test]

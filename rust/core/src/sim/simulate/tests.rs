@@ -53,6 +53,7 @@ fn free_cost() -> CostModel {
         active_params: 1.0,
         active_bytes: 1e6,
         expert_share: 1.0,
+        expert_replicas: 1,
         hbm_gbps: 1.0,
         compute_tflops: fast,
         row_bytes: 0.0,
