@@ -3,6 +3,13 @@
 
 from hotpage.memory.layout import PoolLayout, RowPlace
 from hotpage.memory.pool import HostPool
-from hotpage.memory.shared import SharedHostPool, open_host_pool
+from hotpage.memory.shared import SharedHostPool, open_host_pool, why_not_shared
 
-__all__ = ["HostPool", "PoolLayout", "RowPlace", "SharedHostPool", "open_host_pool"]
+__all__ = [
+    "HostPool",
+    "PoolLayout",
+    "RowPlace",
+    "SharedHostPool",
+    "open_host_pool",
+    "why_not_shared",
+]

@@ -186,8 +186,8 @@ def open_host_pool(
         return HostPool(
             layout, device=device, driver=driver, chunk_bytes=chunk_bytes, ram_bytes=ram_bytes
         )
-    refusals = rendezvous.all_gather(_why_not_shared())
-    if not any(refusals):
+    reason = why_not_shared(rendezvous)
+    if not reason:
         return SharedHostPool(
             layout,
             rendezvous,
@@ -199,7 +199,7 @@ def open_host_pool(
     if rendezvous.rank == 0:
         logger.warning(
             "the ranks do not share the host pool (%s): each has its own, %d times %.1f GiB",
-            next(reason for reason in refusals if reason),
+            reason,
             rendezvous.num_ranks,
             layout.num_bytes / 2**30,
         )
@@ -223,7 +223,18 @@ def open_host_pool(
     return pool
 
 
-def _why_not_shared() -> str:
+def why_not_shared(rendezvous: Rendezvous) -> str:
+    """Why some rank cannot make or map memory for all; empty if every rank can.
+
+    All ranks ask at the same time and get the same answer.
+
+    Raises:
+        RankError: a rank failed meanwhile.
+    """
+    return next((reason for reason in rendezvous.all_gather(_why_not_here()) if reason), "")
+
+
+def _why_not_here() -> str:
     """Why this process cannot make or map memory for several processes; empty if it can."""
     try:
         os.close(os.memfd_create("hotpage-probe", os.MFD_CLOEXEC))

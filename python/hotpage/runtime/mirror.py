@@ -25,6 +25,7 @@ class Mirrors:
         drafts: whose rows the drafter writes.
         slots: written anew for each forward pass on the computing stream.
         num_kv_groups: KV cache groups of all layers.
+        before_writes: called with the side stream as the current one, in front of each mirror.
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class Mirrors:
         slots: SlotMappings,
         *,
         num_kv_groups: int,
+        before_writes: Callable[[], None] = lambda: None,
     ) -> None:
         import torch
 
         first = LayerTable(layers, num_kv_groups=num_kv_groups)
-        self._side = SideStream(first.device)
+        self._side, self._before_writes = SideStream(first.device), before_writes
         # Rows of the table up to the last one that is read: one copy takes them all.
         table = slots.resident_slot
         source_at = (slots.host_row.data_ptr() - table.data_ptr()) // (
@@ -67,6 +69,11 @@ class Mirrors:
         return len(self._ops) > 1
 
     @property
+    def stream(self) -> int:
+        """Address of the side stream."""
+        return self._side.address
+
+    @property
     def counters(self) -> torch.Tensor:
         """int64 `[3]` of the target's layers: tokens copied, skipped as padding, lost."""
         return self.masks[0].counters
@@ -87,6 +94,7 @@ class Mirrors:
 
     def _launch(self, which: int, num_tokens: int) -> None:
         with self._side.forked() as stream:
+            self._before_writes()
             self._ops[which](num_tokens, stream)
         self.num_launches += 1
 

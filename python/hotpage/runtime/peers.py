@@ -7,9 +7,8 @@ vLLM's KV pool, travels as the allocation's handle and an offset.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotpage.errors import ConfigError, RankError
@@ -56,7 +55,7 @@ class Peers:
             RankError: another rank failed.
             ConfigError: no driver or no such device.
         """
-        with _telling(rendezvous):
+        with rendezvous.telling():
             if driver is None:
                 driver = CudaIpc(device)
             places = rendezvous.all_gather(driver.pci_bus_id())
@@ -82,7 +81,7 @@ class Peers:
         Raises:
             RankError: another rank failed.
         """
-        with _telling(self.rendezvous):
+        with self.rendezvous.telling():
             try:
                 own: dict[str, Any] = {}
                 for name, address in addresses.items():
@@ -137,16 +136,6 @@ class Peers:
                 logger.debug("memory of another rank was not unmapped: %s", error)
 
 
-@contextlib.contextmanager
-def _telling(rendezvous: Rendezvous) -> Iterator[None]:
-    """Tells the other ranks what this one stops for."""
-    try:
-        yield
-    except BaseException as error:
-        rendezvous.fail(str(error))
-        raise
-
-
 def _why_not(places: Sequence[str | None], num_ranks: int) -> str:
     if not 2 <= num_ranks <= MAX_RANKS:
         return f"{num_ranks} ranks, and 2 to {MAX_RANKS} can"
@@ -191,7 +180,7 @@ def bind_group_copy(
     if peers is None or channel is None:
         return ReplayCopy(copies, layers, max_copy_blocks=max_copy_blocks)
     own = RankMemory.of(channel, copies, layers)
-    with _telling(peers.rendezvous):
+    with peers.rendezvous.telling():
         _check_sizes(peers.rendezvous, copies, layers, max_copy_blocks, options)
         names = {f"layer {i}": address for i, address in enumerate(own.gpu_layers)}
         seen = peers.share({"channel": own.channel, "hot_row": own.hot_row, **names})
@@ -262,6 +251,11 @@ class ChannelWatch:
                 slots that have been handed on, so the engine has to stop.
         """
         counts = self._channel.counts()
+        self.judge(counts)
+        return counts
+
+    def judge(self, counts: ChannelCounts) -> None:
+        """As `look`, of counters that were read before."""
         if counts.failed and not self._logged:
             self._logged = True
             logger.error(
@@ -274,4 +268,3 @@ class ChannelWatch:
                 f"{counts.lost_ranks} ranks began a cooperative copy and did not end it; rows of "
                 "hot regions may be overwritten"
             )
-        return counts

@@ -282,6 +282,15 @@ class Rendezvous:
         """
         return next((link.rank for link in self._links if link.has_ended()), None)
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells the other ranks what its body raises, and leaves; otherwise the group goes on."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(str(error))
+            raise
+
     def fail(self, reason: str) -> None:
         """Tells the other ranks why this one stops, and leaves. Later calls raise `RankError`."""
         self._leave(f"rank {self.rank}: {reason}")

@@ -29,6 +29,11 @@ class SideStream:
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._busy = False
 
+    @property
+    def address(self) -> int:
+        """Address of the stream."""
+        return self._stream.cuda_stream
+
     @contextlib.contextmanager
     def forked(self) -> Iterator[int]:
         """Makes it the current stream, behind all that the computing stream has so far.

@@ -3,16 +3,21 @@
 
 vLLM makes its host pool while it profiles, before any connector exists, and keeps it for the real
 caches. The general plugin puts hotpage's in its place; every other configuration gets vLLM's own.
+Where vLLM would share one pool among ranks, and its scheduler therefore counts one writer, so does
+hotpage, or refuses; where it would not, each rank has a pool of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from hotpage.errors import ConfigError
 from hotpage.kernels.replay_copy import usable_library
-from hotpage.memory import HostPool, PoolLayout
+from hotpage.memory import HostPool, PoolLayout, SharedHostPool, why_not_shared
+from hotpage.runtime.rendezvous import Rendezvous
 from hotpage.vllm._compat import check_vllm
 from hotpage.vllm.options import check_native, check_worker, native_options
 from hotpage.vllm.row_views import flat_rows, rows_as
@@ -32,6 +37,9 @@ _ROW_ELEMENTS = 576
 
 # vLLM's attention takes a cache of other blocks as one run of rows, which interleaved rows are not.
 _KERNEL_BLOCK_SIZE = 64
+
+_JOIN_S = 600.0
+"""Seconds between the first and the last rank's profiling."""
 
 BACKENDS = frozenset(
     {
@@ -56,18 +64,31 @@ class NativeHostPool:
     Args:
         pool: the pinned memory.
         names: layer names in the order of the pool's layers.
+        ranks: that share the pool; None if it is this rank's own.
     """
 
-    def __init__(self, pool: HostPool, names: list[str]) -> None:
-        self.pool, self.names = pool, names
+    def __init__(self, pool: HostPool, names: list[str], ranks: Rendezvous | None = None) -> None:
+        self.pool, self.names, self.ranks = pool, names, ranks
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the pool: rank 0 of those that share it, or its only one."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Ends the others' set-up with what the body raises."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.telling()
 
     def layer_rows(self) -> dict[str, torch.Tensor]:
         """uint8 `[host blocks][block size][row_bytes]` of each layer, without a copy."""
         return {name: self.pool.layer_rows(at) for at, name in enumerate(self.names)}
 
     def cleanup(self) -> None:
-        """Unpins and frees; the name under which vLLM calls it when its set-up fails."""
+        """Unpins and frees; the name under which vLLM calls it when its set-up fails. Ranks that
+        share the pool hear that this one has left."""
         self.pool.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def allocate(host: HiSparseHostPool, size: int) -> None:
@@ -75,7 +96,8 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
 
     Every rank comes here, where graphs are captured while vLLM still profiles and knows of no
     connector. So what a connector would refuse later is refused first: a pool takes minutes, and
-    the pools of several ranks may be more than the machine has.
+    the pools of several ranks may be more than the machine has. Ranks that share the pool meet
+    before anything that one of them could fail in, so that nobody waits for it.
 
     Args:
         host: vLLM's holder, empty.
@@ -83,11 +105,45 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
 
     Raises:
         CapacityError: memory that cannot be had or pinned.
-        ConfigError: a setting that native does not serve, or a size other than the layers'.
+        ConfigError: a setting that native does not serve, a size other than the layers', or ranks
+            that have to share the pool and cannot.
         KernelUnavailableError: no kernels for this device.
+        RankError: another rank failed; the text says which and why.
         UnsupportedVllmError: a vLLM whose internals are not known.
         ValueError: vLLM's own, for more than 95% of the RAM that is free.
     """
+    import torch
+
+    with contextlib.ExitStack() as undo:
+        ranks = _meet(host.vllm_config)
+        if ranks is not None:
+            undo.enter_context(ranks)
+        native = _make(host, size, ranks)
+        undo.pop_all()
+    host.backing = host.registered = native.pool.bytes_tensor().view(torch.int8)
+    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
+    host.shared_region = native
+    _pools[host.vllm_config.instance_id] = native
+
+
+def _meet(config: VllmConfig) -> Rendezvous | None:
+    """The ranks that share the pool with this one, where vLLM would share its own.
+
+    They are those of vLLM's tensor parallel group, which spans one replica. They meet at a word
+    that rank 0 draws: the instance id has five letters and is not always a replica's own.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.v1.hisparse.runtime import use_shared_hisparse_host_pool
+
+    if not use_shared_hisparse_host_pool(config):
+        return None
+    group = get_tp_group()
+    word = uuid.uuid4().hex if group.rank_in_group == 0 else None
+    word = group.broadcast_object(word, src=0)
+    return Rendezvous(word, group.rank_in_group, group.world_size, join_s=_JOIN_S)
+
+
+def _make(host: HiSparseHostPool, size: int, ranks: Rendezvous | None) -> NativeHostPool:
     import torch
     from vllm.v1.hisparse.runtime import check_hisparse_host_memory
 
@@ -104,21 +160,28 @@ def allocate(host: HiSparseHostPool, size: int) -> None:
             f"vLLM counts {size} bytes for the host pool, its layers take {layout.num_bytes}; "
             "report this model"
         )
-    # The pool itself asks for the machine's RAM, of which other processes may have a part.
-    check_hisparse_host_memory(size)
-    pool = HostPool(layout, device=device)
-    native = NativeHostPool(pool, names)
-    host.backing = host.registered = pool.bytes_tensor().view(torch.int8)
-    # vLLM unpins what it pinned itself; ours goes through the call it has for shared regions.
-    host.shared_region = native
-    _pools[host.vllm_config.instance_id] = native
+    if ranks is None or ranks.rank == 0:
+        # The pool itself asks for the machine's RAM, of which other processes may have a part.
+        check_hisparse_host_memory(size)
+    if ranks is None:
+        pool = HostPool(layout, device=device)
+    else:
+        reason = why_not_shared(ranks)
+        if reason:
+            raise ConfigError(
+                f"the ranks must share one host pool and cannot ({reason}); "
+                'set "engine": "upstream" in kv_connector_extra_config'
+            )
+        pool = SharedHostPool(layout, ranks, device=device)
     logger.info(
-        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s",
+        "hotpage host pool: %.1f GiB pinned, %d blocks, %s, NUMA node %s, %s",
         layout.num_bytes / 2**30,
         layout.num_host_blocks,
         options.resolved_host_layout,
         "unknown" if pool.numa_node is None else pool.numa_node,
+        "not shared" if ranks is None else f"shared by {ranks.num_ranks} ranks",
     )
+    return NativeHostPool(pool, names, ranks)
 
 
 def _lay_out(host: HiSparseHostPool, row_interleaved: bool) -> tuple[PoolLayout, list[str]]:
