@@ -23,6 +23,7 @@ from hotpage.errors import ConfigError, KernelError
 from hotpage.kernels import (
     _abi,
     _tensors,
+    cooperative_copy,
     copy_pages,
     invalidate,
     layer_table,
@@ -69,6 +70,9 @@ class CpuLibrary:
         if name == "hotpage_resolve_and_copy":
             self._resolve(block)
             return
+        if name == "hotpage_cooperative_copy":
+            self._cooperate(block)
+            return
         for sizes in (block, getattr(block, "pools", None)):
             if getattr(sizes, "max_blocks", None) == 0:
                 sizes.max_blocks = _BLOCKS
@@ -88,12 +92,22 @@ class CpuLibrary:
             # A sweep of so few copies goes through the list the same way.
             assert self._kernels.emulate_copy(params, by, _BLOCKS, 0) == 0
 
+    def _cooperate(self, block: _abi.CooperativeCopyParams) -> None:
+        """This rank's blocks alone; those of other ranks run in other processes."""
+        launches = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        delay_us, held = (ctypes.c_int32 * _BLOCKS)(), (ctypes.c_uint32 * 1)()
+        status = self._kernels.emulate_cooperative(
+            launches, delay_us, held, 1, 1, _BLOCKS, self.launches.total()
+        )
+        assert status == 0, "threads wait for each other for ever"
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Puts the library in the place of the real one, and lets CPU tensors pass for the GPU's
         and for pinned ones.
         """
         properties = SimpleNamespace(max_dynamic_shared_bytes_per_block=HOPPER_SHARED_BYTES)
         for module in (
+            cooperative_copy,
             copy_pages,
             invalidate,
             mirror_rows,
@@ -128,12 +142,12 @@ def _install_plain_memory(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.hisparse import runtime
 
     from hotpage.runtime import acks, upload
-    from hotpage.vllm import counters
+    from hotpage.vllm import cooperation, counters
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    for module in (acks, counters, upload):
+    for module in (acks, cooperation, counters, upload):
         patch.setattr(module, "pinned_zeros", zeros)
     patch.setattr(runtime, "_has_hisparse_ops", lambda: True)
     empty = torch.empty

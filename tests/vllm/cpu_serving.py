@@ -44,6 +44,8 @@ class CpuServing(Serving):
         hot_return_steps: steps of full residency after which a hot region is given back.
     """
 
+    num_ranks = num_host_writers = 1
+
     def __init__(self, cpu: CpuWorker, traffic: Traffic, hot_return_steps: int = 512) -> None:
         model, config = cpu.model, cpu.cache_config
         assert config.hisparse_host_num_blocks is not None
@@ -60,7 +62,11 @@ class CpuServing(Serving):
                 [cache_config(cpu.config, model, cpu.host_blocks)]
             ),
         )
-        super().__init__(make_side(HOTPAGE, shape, hot_return_steps=hot_return_steps), traffic)
+        side = make_side(
+            HOTPAGE, shape, hot_return_steps=hot_return_steps, num_ranks=self.num_ranks,
+            num_host_writers=self.num_host_writers,
+        )  # fmt: skip
+        super().__init__(side, traffic)
         # What the loop itself asks of a worker.
         self.worker: Any = SimpleNamespace(tables={}, fill_import=self._fill_import)
         self.cpu, self.attention = cpu, Attention(cpu, traffic.seed)

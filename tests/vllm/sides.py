@@ -166,8 +166,10 @@ def make_side(
     fast_path: bool = False,
     hot_return_steps: int = 512,
     kv_events: bool = False,
+    num_ranks: int = 1,
+    num_host_writers: int = 1,
 ) -> Side:
-    """A fresh side without requests; the first two options are ours alone."""
+    """A fresh side without requests; all options but `kv_events` are ours alone."""
     manager = KVCacheManager(
         shape.cache_config(),
         max_model_len=shape.max_model_len,
@@ -186,8 +188,8 @@ def make_side(
     else:
         rows = 1 + shape.num_speculative_tokens
         settings = CoordinatorSettings(
-            num_ranks=1,
-            num_host_writers=1,
+            num_ranks=num_ranks,
+            num_host_writers=num_host_writers,
             top_k=shape.hot_blocks * shape.block_size // rows,
             verification_rows=rows,
             hot_return_steps=hot_return_steps,

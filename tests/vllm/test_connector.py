@@ -251,6 +251,7 @@ def test_engine_upstream_is_vllms_own_path_on_any_version(monkeypatch) -> None:
         ({"allocate_fast_path": 1}, {}, "allocate_fast_path is 1, expected true or false"),
         ({"hot_return_steps": 0}, {}, "hot_return_steps is 0, expected at least 1"),
         ({"metrics_interval": "x"}, {}, "metrics_interval is 'x'"),
+        ({"cooperative_copy": "on"}, {}, "cooperative_copy is 'on', expected one of auto, off"),
         ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2; set it to 1"),
         ({}, {"enable_dbo": True}, "drop --enable-dbo"),
         ({}, {"ubatch_size": 2}, "and --ubatch-size"),

@@ -25,6 +25,7 @@ from vllm.config.attention import HiSparseConfig
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.v1.attention.backends.mla import index_group
 from vllm.v1.attention.backends.mla.index_group import SparseMLAIndexGroupBuilder
+from vllm.v1.hisparse import runtime
 from vllm.v1.hisparse.binding import init_hisparse_kv_cache
 from vllm.v1.hisparse.layout import get_hisparse_kv_cache_config, get_hisparse_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -36,12 +37,16 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotpage.memory import pool as pool_module
+from hotpage.memory import shared
 from hotpage.vllm import host_pool, plugin
 from hotpage.vllm.options import native_options
 from hotpage.vllm.worker import NativeConnectorWorker
 
 BLOCK = 64
 POISON = 0x5A
+
+CUDA_ALIKE = SimpleNamespace(is_cuda_alike=lambda: True, device_type="cpu")
+"""A platform on which vLLM would share its host pool."""
 
 _instances = itertools.count()
 
@@ -179,6 +184,8 @@ class CpuWorker:
         max_pages: pages of a request.
         register: hand the caches over, as vLLM does at once.
         checks_settings: refuse what the connector refuses; some of these models are among it.
+        num_ranks: of the tensor parallel group of which this process is a rank.
+        executor: of several ranks; vLLM shares the host pool under `mp` alone.
     """
 
     def __init__(
@@ -196,6 +203,8 @@ class CpuWorker:
         max_pages: int = 6,
         register: bool = True,
         checks_settings: bool = False,
+        num_ranks: int = 1,
+        executor: str = "mp",
     ) -> None:
         self.model, self.max_pages, self.host_blocks = model, max_pages, host_blocks
         self.streams = streams or Streams()
@@ -203,7 +212,8 @@ class CpuWorker:
         self.library = CpuLibrary(kernels, self.streams)
         self.library.install(patch)
         self.driver = NoDriver()
-        patch.setattr(pool_module, "CudaDriver", lambda _: self.driver)
+        for module in (pool_module, shared):
+            patch.setattr(module, "CudaDriver", lambda _: self.driver)
         for module in (index_group, sparse_mla_attention):
             patch.setattr(module, "triton_convert_req_index_to_global_index", self.convert)
         plugin.activate()
@@ -211,8 +221,11 @@ class CpuWorker:
             patch.setattr(host_pool, "check_worker", lambda _: None)
         self.config = vllm_config(
             model, host_layout, num_blocks=num_blocks, max_requests=max_requests,
-            max_tokens=max_tokens, max_model_len=max_pages * BLOCK,
+            max_tokens=max_tokens, max_model_len=max_pages * BLOCK, num_ranks=num_ranks,
+            executor=executor,
         )  # fmt: skip
+        if num_ranks > 1:
+            patch.setattr(runtime, "current_platform", CUDA_ALIKE)
         self.topk = torch.full((max_tokens, model.top_k), -1, dtype=torch.int32)
         self._build_layers()
         self.cache_config = cache_config(self.config, model, host_blocks)
@@ -333,6 +346,8 @@ def vllm_config(
     max_requests: int,
     max_tokens: int,
     max_model_len: int,
+    num_ranks: int = 1,
+    executor: str = "mp",
 ) -> Any:
     """What vLLM and the worker read of a configuration; a real one needs a model."""
     speculative = None
@@ -353,8 +368,9 @@ def vllm_config(
             dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1,
-            decode_context_parallel_size=1, world_size=1, distributed_executor_backend="uni",
+            tensor_parallel_size=num_ranks, pipeline_parallel_size=1,
+            prefill_context_parallel_size=1, decode_context_parallel_size=1, world_size=num_ranks,
+            distributed_executor_backend="uni" if num_ranks == 1 else executor,
             nnodes_within_dp=1, enable_dbo=False, ubatch_size=0, data_parallel_index=0,
         ),
         cache_config=SimpleNamespace(
@@ -385,7 +401,10 @@ def cache_config(config: Any, model: Model, host_blocks: int) -> KVCacheConfig:
     groups = get_hisparse_kv_cache_groups(config, model.specs())
     assert groups is not None
     host_page = next(g for g in groups if g.host_resident).kv_cache_spec.page_size_bytes
-    return get_hisparse_kv_cache_config(config, groups, 1 << 40, host_page * host_blocks)
+    stride = runtime.get_hisparse_host_block_stride(
+        host_page, use_shared_host_pool=runtime.use_shared_hisparse_host_pool(config)
+    )
+    return get_hisparse_kv_cache_config(config, groups, 1 << 40, stride * host_blocks)
 
 
 def _options(config: Any) -> Any:

@@ -50,6 +50,13 @@ class ChannelCounts:
     digested_launches: int
     """Launches that the digest covers; digests of equal numbers are equal on ranks that agree."""
 
+    @classmethod
+    def of(cls, values: Sequence[int]) -> ChannelCounts:
+        """From the first int64 words of a channel, in the order in which they lie there."""
+        counts = list(values)
+        counts[_abi.CHANNEL_DIGEST] %= 1 << 64
+        return cls(*counts)
+
     @property
     def failed(self) -> bool:
         """Whether the channel has failed, so that this rank fetches alone."""
@@ -78,9 +85,7 @@ class Channel:
 
     def counts(self) -> ChannelCounts:
         """Copies the counters from the device; waits for the current stream."""
-        values = self.memory[: _abi.NUM_CHANNEL_COUNTERS].tolist()
-        values[_abi.CHANNEL_DIGEST] %= 1 << 64
-        return ChannelCounts(*values)
+        return ChannelCounts.of(self.memory[: _abi.NUM_CHANNEL_COUNTERS].tolist())
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,19 @@ class CooperativeCopy:
         self.params.holders = holders.words.data_ptr()
         self.params.state_row = holders.state_row.data_ptr()
         self.params.num_state_rows = holders.num_state_rows
+
+    def set_batch(self, num_requests: int) -> None:
+        """Serves the first requests of the list from now on, as many on all ranks: a resolve of a
+        smaller batch leaves the lists of later requests as they were. A captured graph keeps its
+        own number.
+
+        Raises:
+            ConfigError: more requests than the list has, or none.
+        """
+        most = int(self._tensors[0].count.shape[0])
+        if not 1 <= num_requests <= most:
+            raise ConfigError(f"a batch has {num_requests} requests, expected 1 to {most}")
+        self.params.copy.num_requests = num_requests
 
     def __call__(self, stream: int) -> None:
         """Enqueues the copy.

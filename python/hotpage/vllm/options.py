@@ -38,6 +38,8 @@ class Options:
         hot_return_steps: steps of full residency after which a hot region is given back.
         metrics_interval: steps between two reports, of the host pool's level and of the device
             counters.
+        cooperative_copy: `auto` lets ranks that reach each other's memory fetch misses for each
+            other; `off` lets each fetch its own.
         siblings: connectors beside this one in a MultiConnector.
     """
 
@@ -46,6 +48,7 @@ class Options:
     allocate_fast_path: bool = False
     hot_return_steps: int = 512
     metrics_interval: int = 200
+    cooperative_copy: Literal["auto", "off"] = "auto"
     siblings: tuple[str, ...] = ()
 
     @property
@@ -76,10 +79,14 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
         allocate_fast_path=_flag(left, "allocate_fast_path", Options.allocate_fast_path),
         hot_return_steps=_steps(left, "hot_return_steps", Options.hot_return_steps),
         metrics_interval=_steps(left, "metrics_interval", Options.metrics_interval),
+        cooperative_copy=_choice(left, "cooperative_copy", ("auto", "off")),
         siblings=siblings,
     )
     if left:
-        known = "engine, host_layout, allocate_fast_path, hot_return_steps, metrics_interval"
+        known = (
+            "engine, host_layout, allocate_fast_path, hot_return_steps, metrics_interval, "
+            "cooperative_copy"
+        )
         raise ConfigError(
             f"{min(left)} is no option of hotpage; remove it or use one of host_pool_gib, {known}"
         )

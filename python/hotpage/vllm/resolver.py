@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the resolve of one index group inside vLLM: its bound op, and the buffers of vLLM it uses.
+"""Owns the resolve of one index group inside vLLM: its bound ops, and the buffers of vLLM it uses.
 
 Everything here runs on the computing stream, so a hot row is never overwritten while attention of
 an earlier layer or step still reads it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hotpage.errors import ConfigError
+from hotpage.kernels.cooperative_copy import HolderWords
 from hotpage.kernels.replay_copy import CopyList, LayerRows
 from hotpage.kernels.resolve_and_copy import (
     ResolveAndCopy,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hotpage.kernels.invalidate import Holders
     from hotpage.kernels.layer_table import PoolLayer
     from hotpage.vllm.caches import BoundCaches, BoundGroup
+    from hotpage.vllm.cooperation import Cooperation
     from hotpage.vllm.step_tables import HotRegions
 
 
@@ -97,9 +99,11 @@ class GroupResolver:
         regions: of the batch's requests.
         lengths: of the batch's rows.
         holders: words that every resolve marks, for the invalidation.
+        cooperation: with the ranks that fetch misses for each other; None if each fetches its own.
 
     Raises:
-        ConfigError: a size that the kernels do not take.
+        ConfigError: a size that the kernels do not take, or other sizes on other ranks.
+        RankError: another rank failed.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class GroupResolver:
         regions: HotRegions,
         lengths: RowLengths,
         holders: Holders,
+        cooperation: Cooperation | None = None,
     ) -> None:
         import torch
 
@@ -145,6 +150,13 @@ class GroupResolver:
         assert source is not None
         assert handle.block_table is not None
         request = runtime.index_group.request_ids
+        layers = _layer_rows(rows, view.attention_block_stride)
+        self._copy = None
+        if cooperation is not None:
+            state_rows = caches.request_state_indices
+            words = HolderWords(holders.words, state_rows, holders.num_state_rows)
+            self._copy = cooperation.bind(self.copies, layers, words)
+        fetches = self._copy is None
         self._op = ResolveAndCopy(
             ResolveInputs(
                 # Only shapes count here: each batch brings its own top-k, rows and length.
@@ -166,8 +178,8 @@ class GroupResolver:
                 num_host_blocks=caches.num_host_blocks,
                 num_gpu_blocks=int(view.cache.shape[0]),
             ),
-            _layer_rows(rows, view.attention_block_stride),
-            holders=holders.words,
+            layers if fetches else None,
+            holders=holders.words if fetches else None,
         )
 
     def resolve(
@@ -188,7 +200,11 @@ class GroupResolver:
         self._lengths.update(metadata, num_rows, self)
         request = metadata.req_id_per_token[:num_rows]
         self._op.set_batch(logical_topk, request, metadata.query_start_loc[-1:], num_requests)
-        self._op(current_stream(self._device))
+        stream = current_stream(self._device)
+        self._op(stream)
+        if self._copy is not None:
+            self._copy.set_batch(num_requests)
+            self._copy(stream)
         self.num_launches += 1
         return self._outputs[0][:num_rows], self._outputs[1][:num_rows]
 

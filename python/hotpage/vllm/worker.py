@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the connector's worker side under `engine: native`: one step's plans become launches.
 
-No call here waits for the device, and nothing is read back to decide what to launch.
+No call here waits for the device, and nothing is read back to decide what to launch. Where ranks
+share the host pool, a call waits for another rank's call that it would otherwise come before.
 """
 
 from __future__ import annotations
@@ -12,26 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotpage.kernels.copy_pages import RestorePages, SpillPages
 from hotpage.kernels.invalidate import Holders
 from hotpage.kernels.layer_table import LayerTable, PoolLayer
-from hotpage.runtime.acks import AckQueue
-from hotpage.runtime.mirror import Mirrors
-from hotpage.runtime.pages import PageCopier, Pages
+from hotpage.runtime.events import WriteOrder
 from hotpage.runtime.streams import wait_for_current_stream, wait_for_device
 from hotpage.vllm import host_pool
 from hotpage.vllm.attention import GroupOps, retype
 from hotpage.vllm.caches import BoundCaches, pool_layers
+from hotpage.vllm.cooperation import Cooperation
 from hotpage.vllm.counters import DeviceCounters
-from hotpage.vllm.metadata import (
-    TRANSFER_HOST_COPY,
-    TRANSFER_MIRRORED,
-    TRANSFER_RESTORE,
-    TRANSFER_SPILL,
-)
 from hotpage.vllm.prefill import ChunkStarts, LayerStaging
 from hotpage.vllm.resolver import GroupResolver, RowLengths
 from hotpage.vllm.step_tables import HotRegions, StepTables, changes_tables
+from hotpage.vllm.transfers import HostReader, HostWriter
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +35,15 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from hotpage.vllm.metadata import HotPageConnectorMetadata, StepPlan
+    from hotpage.vllm.host_pool import NativeHostPool
+    from hotpage.vllm.metadata import HotPageConnectorMetadata
     from hotpage.vllm.options import Options
 
 
 logger = logging.getLogger(__name__)
+
+_OTHERS_S = 600.0
+"""Seconds that a step waits for another rank's call: one that compiles late, say."""
 
 
 class NativeConnectorWorker:
@@ -63,8 +61,6 @@ class NativeConnectorWorker:
         self._config, self._kv_cache_config, self._options = vllm_config, kv_cache_config, options
         self._names: dict[int, str] = {}
         self._num_tokens = 0
-        self._after_forward: list[StepPlan] = []
-        self._host_copies_done: list[int] = []
         self._is_open = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -73,35 +69,35 @@ class NativeConnectorWorker:
         Raises:
             ConfigError: caches that are bound otherwise than expected.
             KernelUnavailableError: no kernels for this device.
+            RankError: another rank that shares the pool failed.
         """
         context = self._config.compilation_config.static_forward_context
         try:
-            self._bind(BoundCaches.collect(self._kv_cache_config, context), kv_caches)
+            caches = BoundCaches.collect(self._kv_cache_config, context)
+            native = host_pool.host_pool_of(self._config)
+            with native.telling():
+                self._bind(native, caches, kv_caches)
         except Exception:
             host_pool.release(self._config)
             raise
         self._is_open = True
 
-    def _bind(self, caches: BoundCaches, kv_caches: dict[str, torch.Tensor]) -> None:
-        native = host_pool.host_pool_of(self._config)
+    def _bind(
+        self, native: NativeHostPool, caches: BoundCaches, kv_caches: dict[str, torch.Tensor]
+    ) -> None:
         self.caches, self.host_pool = caches, native
         if native.pool.layout.row_interleaved:
             host_pool.rebind(caches, kv_caches, native.layer_rows())
         self.layers = pool_layers(caches)
         self._handles = [layer.handle for layer in caches.layers]
-        drafts = [layer.is_draft for layer in caches.layers]
-        self._all_layers = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
-        self._mirrors = Mirrors(
-            [rows for rows, draft in zip(self.layers, drafts, strict=True) if not draft],
-            [rows for rows, draft in zip(self.layers, drafts, strict=True) if draft],
-            caches.slots,
-            num_kv_groups=caches.num_kv_groups,
-        )
+        table = LayerTable(self.layers, num_kv_groups=caches.num_kv_groups)
         holders = Holders(caches.num_host_blocks, caches.max_requests, caches.device)
-        self._restore = PageCopier(RestorePages, self._all_layers)
-        self._spill = PageCopier(SpillPages, self._all_layers)
-        self._acks = AckQueue(self._mirrors.masks, self._spill, self._mirrors.run_beside)
+        self._side = self._make_side(native, table)
+        self._mirrors, self._acks = self._side.mirrors, self._side.acks
         self._regions = HotRegions(caches)
+        self._cooperation = None
+        if self._options.cooperative_copy == "auto":
+            self._cooperation = Cooperation.connect(native.ranks, caches.device)
         self._retype(caches, holders)
         self.states = [resolver.state for resolver in self._resolvers]
         self._tables = StepTables(
@@ -109,14 +105,24 @@ class NativeConnectorWorker:
             self.states,
             self._regions,
             holders,
-            self._mirrors.masks,
+            self._side.masks,
             caches.slots.host_row,
         )
-        row_bytes = [len(group.layers) * self._all_layers.row_bytes for group in caches.groups]
+        row_bytes = [len(group.layers) * table.row_bytes for group in caches.groups]
         self._counters = DeviceCounters(
             [state.counters for state in self.states], row_bytes, self._options.metrics_interval
         )
         wait_for_current_stream(caches.device)
+
+    def _make_side(self, native: NativeHostPool, table: LayerTable) -> HostReader:
+        order = None
+        if native.ranks is not None:
+            device = self.caches.device.index or 0
+            order = WriteOrder(native.ranks, device=device, time_limit_s=_OTHERS_S)
+        if not native.is_writer:
+            return HostReader(table, order)
+        drafts = [layer.is_draft for layer in self.caches.layers]
+        return HostWriter(self.layers, drafts, self.caches.slots, table, order)
 
     def _retype(self, caches: BoundCaches, holders: Holders) -> None:
         import torch
@@ -131,7 +137,9 @@ class NativeConnectorWorker:
         for group in caches.groups:
             rows: list[PoolLayer] = self.layers[at : at + len(group.layers)]
             at += len(group.layers)
-            resolver = GroupResolver(group, caches, rows, self._regions, lengths, holders)
+            resolver = GroupResolver(
+                group, caches, rows, self._regions, lengths, holders, self._cooperation
+            )
             staging = tuple(
                 LayerStaging(layer, one, caches, chunks, staged, zeros)
                 for layer, one in zip(group.layers, rows, strict=True)
@@ -158,11 +166,13 @@ class NativeConnectorWorker:
         Raises:
             ProtocolError: plans that contradict the batch.
             KernelError: a launch failed.
+            RankError: another rank that shares the pool has ended.
         """
         self._lengths.forget()
         self._chunks.forget()
-        self._finish_previous_step()
-        self._mirrors.join()
+        self._side.begin_step()
+        if self._cooperation is not None:
+            self._cooperation.begin_step()
         self._num_tokens = num_tokens
         for id in metadata.retired:
             self._names.pop(id, None)
@@ -171,11 +181,7 @@ class NativeConnectorWorker:
         for handle in self._handles:
             handle.all_context_pages_resident = resident
         self._tables.forget_stale(metadata.plans, num_tokens)
-        if metadata.host_copies:
-            self._copy_host_blocks(metadata.host_copies)
-            self._host_copies_done.extend(target for _, target in metadata.host_copies)
-        for plan in metadata.plans:
-            self._transfer_before_forward(plan)
+        self._side.transfer(metadata)
         if request_state_indices is not None:
             self._tables.set_batch(request_state_indices)
         self._apply_tables(metadata, request_ids or ())
@@ -211,72 +217,7 @@ class NativeConnectorWorker:
         Raises:
             KernelError: a launch failed.
         """
-        self._mirrors.mirror(self._num_tokens)
-        if not self._mirrors.has_drafts:
-            self._finish_previous_step()
-        if self._options.shares_host_rows:
-            # Such a sibling takes the computing stream, or the step's output, for the end of the
-            # mirrors: it saves rows behind an event there, sends those of a request that ended, and
-            # fills host blocks that were freed.
-            self._mirrors.join()
-
-    def _finish_previous_step(self) -> None:
-        """What waits for the drafter's rows, or for the mirror alone where there is no drafter."""
-        self._mirrors.mirror_drafts()
-        plans, self._after_forward = self._after_forward, []
-        if plans:
-            self._mirrors.run_beside(lambda: self._transfer_after_forward(plans))
-
-    def _transfer_before_forward(self, plan: StepPlan) -> None:
-        kinds = plan.transfer_kind
-        if not len(kinds):
-            return
-        now = plan.transfer_after_forward == 0
-        copies = np.flatnonzero(kinds == TRANSFER_HOST_COPY)
-        if len(copies):
-            sources = plan.transfer_source_host_block[copies].tolist()
-            targets = plan.transfer_host_block[copies].tolist()
-            self._copy_host_blocks(list(zip(sources, targets, strict=True)))
-            self._acks.add(plan.transfer_id[copies].tolist())
-        restores = np.flatnonzero(kinds == TRANSFER_RESTORE)
-        if len(restores):
-            self._restore(_pages(plan).take(restores))
-            self._acks.add(plan.transfer_id[restores].tolist())
-        if not now.all():
-            self._after_forward.append(plan)
-        self._transfer_to_host(plan, now)
-
-    def _transfer_after_forward(self, plans: Sequence[StepPlan]) -> None:
-        for plan in plans:
-            self._enqueue_to_host(plan, plan.transfer_after_forward == 1)
-
-    def _transfer_to_host(self, plan: StepPlan, chosen: np.ndarray) -> None:
-        kinds = plan.transfer_kind
-        if (chosen & ((kinds == TRANSFER_SPILL) | (kinds == TRANSFER_MIRRORED))).any():
-            self._mirrors.run_beside(lambda: self._enqueue_to_host(plan, chosen))
-
-    def _enqueue_to_host(self, plan: StepPlan, chosen: np.ndarray) -> None:
-        spills = np.flatnonzero(chosen & (plan.transfer_kind == TRANSFER_SPILL))
-        if len(spills):
-            self._spill(_pages(plan).take(spills))
-            self._acks.add(plan.transfer_id[spills].tolist())
-        mirrored = np.flatnonzero(chosen & (plan.transfer_kind == TRANSFER_MIRRORED))
-        if len(mirrored):
-            self._acks.add_mirrored(
-                plan.transfer_id[mirrored].tolist(), _pages(plan).take(mirrored)
-            )
-
-    def _copy_host_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies host blocks by the CPU, which waits for rows on their way there and for readers of
-        what the blocks held before.
-
-        Rare: a request that shares a page and is about to write it.
-        """
-        self._mirrors.synchronize()
-        wait_for_current_stream(self.caches.device)
-        for rows in self.layers:
-            for source, target in pairs:
-                rows.host[target].copy_(rows.host[source])
+        self._side.finish_forward(self._num_tokens, joins=self._options.shares_host_rows)
 
     def take_transfer_updates(self) -> tuple[list[int], list[int]]:
         """Drains `(enqueued, completed)` transfer ids."""
@@ -284,8 +225,7 @@ class NativeConnectorWorker:
 
     def take_completed_host_copies(self) -> list[int]:
         """Drains destinations of host block copies that have run."""
-        done, self._host_copies_done = self._host_copies_done, []
-        return done
+        return self._side.take_completed_host_copies()
 
     def get_kv_connector_stats(self) -> HiSparseKVConnectorStats | None:
         """Hits and misses since the last reading, if one has come in."""
@@ -301,9 +241,9 @@ class NativeConnectorWorker:
         return {
             "resolve_and_copy": sum(r.num_launches for r in self._resolvers),
             "stage_prefill": sum(s.num_launches for s in self._staging),
-            "mirror_rows": self._mirrors.num_launches,
-            "spill_pages": self._spill.num_launches,
-            "restore_pages": self._restore.num_launches,
+            "mirror_rows": self._mirrors.num_launches if self._mirrors else 0,
+            "spill_pages": self._side.spill.num_launches if self._side.spill else 0,
+            "restore_pages": self._side.restore.num_launches,
             "invalidate": self._tables.num_invalidations,
             "reset_states": self._tables.num_resets,
         }
@@ -326,13 +266,7 @@ class NativeConnectorWorker:
         for handle in self._handles:
             # Views keep the pool's memory.
             handle.runtime.__dict__.pop("_host_cache", None)
+        if self._cooperation is not None:
+            self._cooperation.close()
+        self._side.close()
         host_pool.release(self._config)
-
-
-def _pages(plan: StepPlan) -> Pages:
-    groups = plan.num_kv_groups
-    return Pages(
-        plan.transfer_host_block,
-        plan.transfer_resident_blocks.reshape(-1, groups),
-        plan.transfer_num_rows,
-    )
