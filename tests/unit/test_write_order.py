@@ -142,6 +142,37 @@ def test_nobody_waits_for_the_call_of_a_rank_that_died(words: Path, dying: int) 
     assert outcomes[1 - dying].seconds < SOON_S
 
 
+def _one_leaves(path: Path, leaving: int, name: str, rank: int, n: int) -> list:
+    with Rendezvous(name, rank, n) as ranks:
+        order = WriteOrder(ranks, driver=FileEvents(path, rank))
+        if rank == leaving:
+            ranks.fail("out of pencils")
+            # Its process lives on, longer than the other one may wait.
+            time.sleep(2 * SOON_S)
+        start = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            for step in range(1, 100):
+                if rank == 0:
+                    order.record(step)
+                order.wait(step)
+        seconds = time.monotonic() - start
+        # The error is kept, as by a thread that reports it, and with it what the call had at hand.
+        order.close()
+        return [str(caught.value), seconds]
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_nobody_waits_for_the_call_of_a_rank_that_said_why_it_left(
+    words: Path, leaving: int
+) -> None:
+    outcomes = run_ranks(functools.partial(_one_leaves, words, leaving), 2)
+    for outcome in outcomes:
+        assert outcome.error == ""
+        text, seconds = outcome.value
+        assert f"rank {leaving}: out of pencils" in text
+        assert seconds < SOON_S
+
+
 def _no_events(name: str, rank: int, n: int) -> None:
     class Refusing(FileEvents):
         def __init__(self) -> None:

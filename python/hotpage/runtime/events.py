@@ -138,9 +138,9 @@ class WriteOrder:
             if now > deadline:
                 raise RankError(f"{what} within {self._time_limit_s:g} s")
             if now > look:
-                ended = self._rendezvous.ended_rank()
+                ended = self._rendezvous.why_ended()
                 if ended is not None and not ready():
-                    raise RankError(f"{what}: rank {ended} has ended")
+                    raise RankError(f"{what}: {ended}")
                 look = now + _LOOK_S
             time.sleep(0)
 
@@ -214,7 +214,9 @@ class WriteOrder:
                 with contextlib.suppress(IpcError):
                     self._driver.destroy_event(events.pop())
         self._words.clear()
-        self._page.close()
+        # The traceback of a wait that failed may hold words still; the page is freed with them.
+        with contextlib.suppress(BufferError):
+            self._page.close()
 
 
 def _map_page(rendezvous: Rendezvous) -> mmap.mmap:

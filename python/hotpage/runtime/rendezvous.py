@@ -86,13 +86,19 @@ class _Link:
         raise RankError(f"rank {self.rank} has ended")
 
     def has_ended(self) -> bool:
-        """Whether the other side has closed; reads nothing."""
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the other side has closed, whatever of it is still there to be read."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def last_words(self) -> str:
+        """Why the other side, which has closed, left; takes what it sent."""
+        with contextlib.suppress(RankError, ProtocolError, ValueError):
+            while True:
+                message = self.receive(time.monotonic())
+                if "failed" in message:
+                    return message["failed"]
+        return f"rank {self.rank} has ended"
 
 
 class Rendezvous:
@@ -275,12 +281,15 @@ class Rendezvous:
             self._leave(str(error))
             raise
 
-    def ended_rank(self) -> int | None:
-        """A rank whose process has ended or left the group; None if there is none.
+    def why_ended(self) -> str | None:
+        """What a rank said that has left the group, or that its process has ended; None if no rank
+        has.
 
-        Rank 0 sees all ranks, the others see rank 0. Not during another call.
+        Rank 0 sees all ranks, the others see rank 0, and each sees itself. Not during another call.
         """
-        return next((link.rank for link in self._links if link.has_ended()), None)
+        if self._failed is not None:
+            return self._failed
+        return next((link.last_words() for link in self._links if link.has_ended()), None)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
