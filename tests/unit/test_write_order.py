@@ -142,6 +142,13 @@ def test_nobody_waits_for_the_call_of_a_rank_that_died(words: Path, dying: int) 
     assert outcomes[1 - dying].seconds < SOON_S
 
 
+def _go_on(order: WriteOrder, rank: int) -> None:
+    for step in range(1, 100):
+        if rank == 0:
+            order.record(step)
+        order.wait(step)
+
+
 def _one_leaves(path: Path, leaving: int, name: str, rank: int, n: int) -> list:
     with Rendezvous(name, rank, n) as ranks:
         order = WriteOrder(ranks, driver=FileEvents(path, rank))
@@ -151,10 +158,7 @@ def _one_leaves(path: Path, leaving: int, name: str, rank: int, n: int) -> list:
             time.sleep(2 * SOON_S)
         start = time.monotonic()
         with pytest.raises(RankError) as caught:
-            for step in range(1, 100):
-                if rank == 0:
-                    order.record(step)
-                order.wait(step)
+            _go_on(order, rank)
         seconds = time.monotonic() - start
         # The error is kept, as by a thread that reports it, and with it what the call had at hand.
         order.close()

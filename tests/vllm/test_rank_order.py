@@ -25,9 +25,12 @@ from cpu_ranks import RankFailuresError, RankProcess, Ranks, Setup, die, ranks
 from worker_on_cpu import BLOCK, ONE_EACH, CpuWorker, release_all
 
 from hotpage.memory import shared
+from hotpage.runtime.acks import AckQueue
 from hotpage.runtime.events import WriteOrder
 from hotpage.vllm.caches import BoundCaches
 from hotpage.vllm.metadata import HotPageConnectorMetadata
+from hotpage.vllm.step_tables import StepTables
+from hotpage.vllm.transfers import HostReader
 
 pytestmark = pytest.mark.vllm
 
@@ -241,6 +244,51 @@ def test_a_rank_that_dies_ends_the_steps_of_the_others_at_once(
         assert time.monotonic() - start < SOON_S
     assert caught.value.failures[rank] == "", "killed"
     assert f"rank {rank} has ended" in caught.value.failures[1 - rank]
+
+
+def fails_in_step_3(where: type, call: str, process: RankProcess) -> None:
+    """Rank 1 fails in its third step; processes of ranks that fail live on, as vLLM's do."""
+    original, step = getattr(where, call), process.step
+
+    def fail(self: Any, *arguments: Any, **options: Any) -> Any:
+        if process.num_steps == 3:
+            raise ValueError("no luck")
+        return original(self, *arguments, **options)
+
+    def live_on(*arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except Exception as error:
+            process.pipe.send(("error", f"{type(error).__name__}: {error}"))
+            time.sleep(10 * SOON_S)
+            raise
+
+    process.patch.setattr(process, "step", live_on)
+    if process.rank == 1:
+        process.patch.setattr(where, call, fail)
+
+
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [(StepTables, "forget_stale"), (HostReader, "finish_forward"), (AckQueue, "take")],
+)
+def test_a_rank_that_fails_in_a_step_ends_the_steps_of_the_others_at_once(
+    where: type, call: str, kernels: ctypes.CDLL, steps: Steps, tmp_path: Path
+) -> None:
+    fault = partial(fails_in_step_3, where, call)
+    setup = setup_of(kernels, tmp_path, num_ranks=3, late=False, fault=fault)
+    with ranks(setup) as running:
+        for _ in range(6):
+            running.step(idle(steps), [])
+        start = time.monotonic()
+        with pytest.raises(RankFailuresError) as caught:
+            answers(running, 6)
+        assert time.monotonic() - start < SOON_S
+    failures = caught.value.failures
+    assert failures[1] == "ValueError: no luck"
+    for rank in (0, 2):
+        assert failures[rank].startswith("RankError: ")
+        assert "rank 1: no luck" in failures[rank]
 
 
 def cannot_pin(process: RankProcess) -> None:

@@ -105,11 +105,6 @@ class HostReader:
         """Another rank makes them."""
         return []
 
-    def close(self) -> None:
-        """Ends what orders the ranks; streams are idle."""
-        if self._order is not None:
-            self._order.close()
-
 
 class HostWriter(HostReader):
     """The rank that writes the host pool, or one that has its own.

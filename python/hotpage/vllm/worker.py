@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +63,8 @@ class NativeConnectorWorker:
         self._names: dict[int, str] = {}
         self._num_tokens = 0
         self._is_open = False
+        self._made = ExitStack()
+        """Ends what orders and connects the ranks, in the reverse order."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Binds everything to vLLM's caches and puts hotpage's ops behind its attention layers.
@@ -78,6 +81,7 @@ class NativeConnectorWorker:
             with native.telling():
                 self._bind(native, caches, kv_caches)
         except Exception:
+            self._made.close()
             host_pool.release(self._config)
             raise
         self._is_open = True
@@ -98,6 +102,8 @@ class NativeConnectorWorker:
         self._cooperation = None
         if self._options.cooperative_copy == "auto":
             self._cooperation = Cooperation.connect(native.ranks, caches.device)
+        if self._cooperation is not None:
+            self._made.callback(self._cooperation.close)
         self._retype(caches, holders)
         self.states = [resolver.state for resolver in self._resolvers]
         self._tables = StepTables(
@@ -119,6 +125,7 @@ class NativeConnectorWorker:
         if native.ranks is not None:
             device = self.caches.device.index or 0
             order = WriteOrder(native.ranks, device=device, time_limit_s=_OTHERS_S)
+            self._made.callback(order.close)
         if not native.is_writer:
             return HostReader(table, order)
         drafts = [layer.is_draft for layer in self.caches.layers]
@@ -168,6 +175,17 @@ class NativeConnectorWorker:
             KernelError: a launch failed.
             RankError: another rank that shares the pool has ended.
         """
+        # Here and below: a rank that fails lives on, and the others are not to wait for its calls.
+        with self.host_pool.telling():
+            self._start_step(metadata, request_state_indices, request_ids or (), num_tokens)
+
+    def _start_step(
+        self,
+        metadata: HotPageConnectorMetadata,
+        request_state_indices: torch.Tensor | None,
+        request_ids: Sequence[str],
+        num_tokens: int,
+    ) -> None:
         self._lengths.forget()
         self._chunks.forget()
         self._side.begin_step()
@@ -184,7 +202,7 @@ class NativeConnectorWorker:
         self._side.transfer(metadata)
         if request_state_indices is not None:
             self._tables.set_batch(request_state_indices)
-        self._apply_tables(metadata, request_ids or ())
+        self._apply_tables(metadata, request_ids)
         if request_state_indices is not None:
             self._regions.gather(request_state_indices)
 
@@ -216,12 +234,20 @@ class NativeConnectorWorker:
 
         Raises:
             KernelError: a launch failed.
+            RankError: another rank that shares the pool has ended.
         """
-        self._side.finish_forward(self._num_tokens, joins=self._options.shares_host_rows)
+        with self.host_pool.telling():
+            self._side.finish_forward(self._num_tokens, joins=self._options.shares_host_rows)
 
     def take_transfer_updates(self) -> tuple[list[int], list[int]]:
-        """Drains `(enqueued, completed)` transfer ids."""
-        return self._acks.take()
+        """Drains `(enqueued, completed)` transfer ids; copies pages again whose rows are missing.
+
+        Raises:
+            KernelError: a launch failed.
+            RankError: another rank that shares the pool has ended.
+        """
+        with self.host_pool.telling():
+            return self._acks.take()
 
     def take_completed_host_copies(self) -> list[int]:
         """Drains destinations of host block copies that have run."""
@@ -266,7 +292,5 @@ class NativeConnectorWorker:
         for handle in self._handles:
             # Views keep the pool's memory.
             handle.runtime.__dict__.pop("_host_cache", None)
-        if self._cooperation is not None:
-            self._cooperation.close()
-        self._side.close()
+        self._made.close()
         host_pool.release(self._config)
