@@ -23,6 +23,7 @@ from worker_on_cpu import MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
 from hotpage._core import TRANSFER_MIRRORED
 from hotpage.errors import HotPageError
 from hotpage.kernels.cooperative_copy import CooperativeCopy
+from hotpage.runtime._ipc import IpcError
 from hotpage.runtime.events import WriteOrder
 from hotpage.vllm import cooperation
 from hotpage.vllm.host_pool import NativeHostPool
@@ -192,6 +193,31 @@ def test_each_rank_fetches_its_own_misses_where_ranks_cannot_or_must_not_help(
         together = rank["together"] or {"shared_launches": 0, "private_launches": 0}
         assert together["shared_launches"] == together["private_launches"] == 0
         assert rank["misses"] == seen[0]["misses"] > 0
+
+
+def reaches_one_group(process: RankProcess) -> None:
+    """Rank 1's memory of index groups but the first cannot be mapped by other processes."""
+    memory = process.memory_of_peers
+    export = memory.export_memory
+
+    def export_memory(address: int) -> tuple[bytes, int]:
+        if process.rank == 1 and process.cpu.worker._cooperation._num_bound:
+            raise IpcError("no more handles")
+        return export(address)
+
+    process.patch.setattr(memory, "export_memory", export_memory)
+
+
+def test_ranks_fetch_together_what_they_can_reach_of_each_other(serve: Serve) -> None:
+    _, seen = serve(replace(CASES["two ranks together"], fault=reaches_one_group))
+    num_groups = len(CASES["two ranks together"].model.groups)
+    for rank in seen:
+        launches, together = rank["launches"]["resolve_and_copy"], rank["together"]
+        assert together["shared_launches"] * num_groups == launches > 0
+        assert together["failed_launches"] == rank["unresolved"] == 0
+        assert rank["rows"] == seen[0]["rows"] > 0
+        assert rank["row maps"] == seen[0]["row maps"]
+    assert 0 < sum(rank["together"]["shared_rows"] for rank in seen) < seen[0]["misses"]
 
 
 def selects_other_rows(process: RankProcess) -> None:

@@ -44,9 +44,9 @@ class Cooperation:
         import torch
 
         self._ranks = peers.rendezvous
-        self._peers: Peers | None = peers
+        self._peers = peers
         self.channel = channel
-        self._steps, self._num_bound = 0, 0
+        self._steps, self._num_bound, self._binds = 0, 0, True
         self._watch = ChannelWatch(channel, self._ranks.rank)
         self._counters = pinned_zeros((_abi.NUM_CHANNEL_COUNTERS,), torch.int64)
         self._event: torch.cuda.Event | None = None
@@ -84,15 +84,15 @@ class Cooperation:
             ConfigError: tensors that the kernel does not take, or ranks whose sizes differ.
             RankError: another rank failed.
         """
-        if self._peers is None:
+        if not self._binds:
             return None
         copy = bind_group_copy(
             self._peers, self.channel, copies, layers,
             index_group=self._num_bound, after_resolve=True, holders=holders,
         )  # fmt: skip
         if not isinstance(copy, CooperativeCopy):
-            self._peers.close()
-            self._peers = None
+            # What is mapped stays: copies of earlier groups use it.
+            self._binds = False
             return None
         self._num_bound += 1
         return copy
@@ -127,6 +127,4 @@ class Cooperation:
 
     def close(self) -> None:
         """Unmaps the other ranks' memory; streams are idle."""
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
+        self._peers.close()
