@@ -220,6 +220,17 @@ def test_ranks_fetch_together_what_they_can_reach_of_each_other(serve: Serve) ->
     assert 0 < sum(rank["together"]["shared_rows"] for rank in seen) < seen[0]["misses"]
 
 
+def is_sooner_out_of_patience(process: RankProcess) -> None:
+    """Copies that are not told how long to wait give up within less than a rank is late."""
+    patience = {**CooperativeCopy.__init__.__kwdefaults__, "time_limit_s": 0.002}
+    process.patch.setattr(CooperativeCopy.__init__, "__kwdefaults__", patience)
+
+
+def test_a_rank_that_is_late_within_a_step_is_waited_for(serve: Serve) -> None:
+    case = replace(CASES["two ranks together"], slow=1, fault=is_sooner_out_of_patience)
+    assert_fetched_together(case, serve(case)[1])
+
+
 def selects_other_rows(process: RankProcess) -> None:
     """Rank 1's indexer does not agree with rank 0's; ranks look often."""
     process.patch.setattr(cooperation, "LOOK_STEPS", 10)

@@ -33,6 +33,11 @@ LOOK_STEPS = 256
 _READ_STEPS = 8
 """Steps that a look takes: the device has passed its first one by then, so nobody waits for it."""
 
+PATIENCE_S = 120.0
+"""Seconds that a launch waits for the other ranks. One that compiles a kernel between two of a
+step's collectives is late by that, and nothing is gained by less: collectives wait without end.
+"""
+
 
 class Cooperation:
     """One rank's channel to the others, and the copies bound to it.
@@ -89,6 +94,7 @@ class Cooperation:
         copy = bind_group_copy(
             self._peers, self.channel, copies, layers,
             index_group=self._num_bound, after_resolve=True, holders=holders,
+            time_limit_s=PATIENCE_S,
         )  # fmt: skip
         if not isinstance(copy, CooperativeCopy):
             # What is mapped stays: copies of earlier groups use it.
