@@ -31,6 +31,7 @@ from hotpage.vllm.caches import BoundCaches
 from hotpage.vllm.metadata import HotPageConnectorMetadata
 from hotpage.vllm.step_tables import StepTables
 from hotpage.vllm.transfers import HostReader
+from hotpage.vllm.worker import NativeConnectorWorker
 
 pytestmark = pytest.mark.vllm
 
@@ -334,6 +335,49 @@ def test_a_rank_that_cannot_be_set_up_ends_the_set_up_of_all(
     assert sorted(failures) == [0, 1, 2]
     for rank, text in failures.items():
         assert re.match(own if rank == 1 else others, text), text
+
+
+def counts_what_it_leaves(process: RankProcess) -> None:
+    """Rank 1 fails when the ranks are connected, and says what it leaves of events and maps."""
+    register, events = NativeConnectorWorker.register_kv_caches, process.events
+    create, open_event = events.create_event, events.open_event
+    live: list[int] = []
+
+    def created() -> tuple[int, bytes]:
+        event, handle = create()
+        live.append(event)
+        return event, handle
+
+    def opened(handle: bytes) -> int:
+        live.append(open_event(handle))
+        return live[-1]
+
+    def count(self: NativeConnectorWorker, kv_caches: Any) -> None:
+        try:
+            register(self, kv_caches)
+        finally:
+            left = [*live, *process.memory_of_peers._opened]
+            if left:
+                raise ValueError(f"events and maps are left: {left}")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no luck")
+
+    if process.rank == 1:
+        process.patch.setattr(events, "create_event", created)
+        process.patch.setattr(events, "open_event", opened)
+        process.patch.setattr(events, "destroy_event", live.remove)
+        process.patch.setattr(NativeConnectorWorker, "register_kv_caches", count)
+        process.patch.setattr(StepTables, "__init__", fail)
+
+
+def test_a_set_up_that_fails_ends_what_it_had_of_other_ranks(
+    kernels: ctypes.CDLL, tmp_path: Path
+) -> None:
+    setup = setup_of(kernels, tmp_path, late=False, cooperative=True, fault=counts_what_it_leaves)
+    with ranks(setup, opened=False) as running, pytest.raises(RankFailuresError) as caught:
+        running.receive("ready", 1)
+    assert caught.value.failures[1] == "ValueError: no luck"
 
 
 def test_engines_that_start_at_the_same_time_do_not_meet(
