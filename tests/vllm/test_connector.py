@@ -255,6 +255,7 @@ def test_engine_upstream_is_vllms_own_path_on_any_version(monkeypatch) -> None:
         ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2; set it to 1"),
         ({}, {"enable_dbo": True}, "drop --enable-dbo"),
         ({}, {"ubatch_size": 2}, "and --ubatch-size"),
+        ({}, {"distributed_executor_backend": "external_launcher"}, "of an external launcher"),
         ({}, {"cache_dtype": "nvfp4_ds_mla"}, "nvfp4_ds_mla; use fp8_ds_mla"),
         ({}, {"enable_sleep_mode": True}, "drop --enable-sleep-mode"),
         ({}, {"model_type": "deepseek_v4"}, "does not serve DeepSeek V4"),

@@ -211,6 +211,12 @@ def _complaints(config: VllmConfig, options: Options) -> Sequence[str]:
             "engine native does not serve a step in microbatches; "
             "drop --enable-dbo and --ubatch-size"
         )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # Each has a scheduler, which hears of its own rank's copies alone, and at its own time.
+        found.append(
+            "engine native does not serve several ranks of an external launcher; "
+            "use --distributed-executor-backend mp"
+        )
     if config.cache_config.cache_dtype == "nvfp4_ds_mla":
         found.append("engine native does not serve kv_cache_dtype nvfp4_ds_mla; use fp8_ds_mla")
     model = config.model_config
