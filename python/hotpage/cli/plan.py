@@ -5,15 +5,31 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hotpage.cli.machine import (
+    AsCsv,
+    AsJson,
+    BatchedTokens,
+    BlockSize,
+    GpuMemoryUtilization,
+    GpuName,
+    HbmGib,
+    HostLayoutName,
+    HotRows,
+    KvDtype,
+    KvGib,
+    LinkGbps,
+    MaxNumSeqs,
+    ModelName,
+    Mtp,
+    PlotFile,
+    RuntimeGib,
+    WeightsGib,
+)
 from hotpage.errors import ConfigError
-
-_MODEL = typer.Option("--model", help="Model name, or a config.json or its folder.")
-_GPU = typer.Option("--gpu", help="H100, H200, B200, B300, GH200 or RTX-PRO-6000.")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _LENGTH = re.compile("([0-9_]+)([KM]?)")
@@ -47,26 +63,24 @@ def _length(text: str) -> int:
 
 
 def plan(
-    model: Annotated[str, _MODEL] = "glm-5.3",
-    gpu: Annotated[str | None, _GPU] = None,
-    hbm_gib: Annotated[float | None, typer.Option(help="Memory of one GPU.")] = None,
+    model: ModelName = "glm-5.3",
+    gpu: GpuName = None,
+    hbm_gib: HbmGib = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs in all: tp x dp.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; gpus / dp.")] = None,
     dp: Annotated[int, typer.Option(help="Data parallel replicas.")] = 1,
-    weights_gib: Annotated[float | None, typer.Option(help="Weights of one replica.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="fp8_ds_mla or bf16.")] = "fp8_ds_mla",
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    hot_rows: Annotated[
-        int | None, typer.Option(help="Hot rows of a request; (mtp + 2) x top-k.")
-    ] = None,
-    mtp: Annotated[int, typer.Option(help="Speculative tokens.")] = 0,
+    weights_gib: WeightsGib = None,
+    kv_dtype: KvDtype = "fp8_ds_mla",
+    block_size: BlockSize = 64,
+    hot_rows: HotRows = None,
+    mtp: Mtp = 0,
     host_pool_gib: Annotated[
         float | None, typer.Option(help="Host pool of one replica; sized to need.")
     ] = None,
     offload_gib: Annotated[
         float | None, typer.Option(help="Dense offloading's pool of one replica.")
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As for the engine.")] = 0.92,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.92,
     context: Annotated[
         str | None, typer.Option(help="Context lengths, commas between, K = 1,024; 8K to 1M.")
     ] = None,
@@ -74,31 +88,21 @@ def plan(
     hit_rate: Annotated[
         float | None, typer.Option(help="Selected rows found hot; the published rate.")
     ] = None,
-    layout: Annotated[
-        str, typer.Option(help="Host pool: row_interleaved or layer_major.")
-    ] = "row_interleaved",
-    link_gbps: Annotated[
-        float | None, typer.Option(help="Host link of one GPU, one direction.")
-    ] = None,
-    runtime_gib: Annotated[
-        float, typer.Option(help="What an engine takes of a GPU beside weights and KV.")
-    ] = 15.0,
-    kv_gib: Annotated[
-        float | None, typer.Option(help="KV memory of one GPU as an engine printed it.")
-    ] = None,
+    layout: HostLayoutName = "row_interleaved",
+    link_gbps: LinkGbps = None,
+    runtime_gib: RuntimeGib = 15.0,
+    kv_gib: KvGib = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request admitted; each context in turn.")
     ] = None,
-    batched_tokens: Annotated[
-        int | None, typer.Option(help="The engine's max_num_batched_tokens.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="As for the engine.")] = None,
+    batched_tokens: BatchedTokens = None,
+    max_num_seqs: MaxNumSeqs = None,
     registration_gib: Annotated[
         float, typer.Option(help="Most memory that one pinned registration holds.")
     ] = 256.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw to this .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    plot: PlotFile = None,
 ) -> None:
     """Say how many requests run at each context length, and what limits them.
 

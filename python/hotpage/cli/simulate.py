@@ -4,11 +4,30 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotpage.cli.machine import (
+    AsCsv,
+    AsJson,
+    BatchedTokens,
+    BlockSize,
+    GpuMemoryUtilization,
+    GpuName,
+    HbmGib,
+    HostLayoutName,
+    HotRows,
+    KvDtype,
+    KvGib,
+    LinkGbps,
+    MaxNumSeqs,
+    ModelName,
+    Mtp,
+    PlotFile,
+    RuntimeGib,
+    WeightsGib,
+)
 from hotpage.cli.progress import bar
 from hotpage.errors import ConfigError
 
@@ -19,9 +38,6 @@ if TYPE_CHECKING:
 _TURNS, _FIRST, _LATER, _OUT = 13, 74_160, 753, 220
 
 _MOST_TURNS = 10_000
-
-_MODEL = typer.Option("--model", help="Model name, or a config.json or its folder.")
-_GPU = typer.Option("--gpu", help="H100, H200, B200, B300, GH200 or RTX-PRO-6000.")
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -81,9 +97,9 @@ def _conversations(
 
 
 def simulate(
-    model: Annotated[str, _MODEL] = "glm-5.3",
-    gpu: Annotated[str | None, _GPU] = None,
-    hbm_gib: Annotated[float | None, typer.Option(help="Memory of one GPU.")] = None,
+    model: ModelName = "glm-5.3",
+    gpu: GpuName = None,
+    hbm_gib: HbmGib = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks of a replica.")] = 1,
     dp: Annotated[int, typer.Option(help="Replicas, which share users evenly.")] = 1,
     concurrency: Annotated[
@@ -108,25 +124,19 @@ def simulate(
     host_pool_gib: Annotated[
         float | None, typer.Option(help="Host pool of one replica; one conversation a user.")
     ] = None,
-    weights_gib: Annotated[float | None, typer.Option(help="Weights of one replica.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="fp8_ds_mla or bf16.")] = "fp8_ds_mla",
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    hot_rows: Annotated[
-        int | None, typer.Option(help="Hot rows of a request; (mtp + 2) x top-k.")
-    ] = None,
-    mtp: Annotated[int, typer.Option(help="Speculative tokens.")] = 0,
+    weights_gib: WeightsGib = None,
+    kv_dtype: KvDtype = "fp8_ds_mla",
+    block_size: BlockSize = 64,
+    hot_rows: HotRows = None,
+    mtp: Mtp = 0,
     acceptance: Annotated[
         float, typer.Option(help="Chance of a draft to be right behind right ones.")
     ] = 0.7,
     cooperative: Annotated[
         bool, typer.Option("--cooperative", help="Ranks fetch misses for each other.")
     ] = False,
-    layout: Annotated[
-        str, typer.Option(help="Host pool: row_interleaved or layer_major.")
-    ] = "row_interleaved",
-    link_gbps: Annotated[
-        float | None, typer.Option(help="Host link of one GPU, one direction.")
-    ] = None,
+    layout: HostLayoutName = "row_interleaved",
+    link_gbps: LinkGbps = None,
     hbm_gbps: Annotated[float | None, typer.Option(help="Memory rate of one GPU.")] = None,
     prefill_tflops: Annotated[
         float | None,
@@ -145,24 +155,18 @@ def simulate(
     overhead_ms: Annotated[
         float, typer.Option(help="Fixed cost of a step: launches, collectives, sampling.")
     ] = 0.0,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As for the engine.")] = 0.92,
-    runtime_gib: Annotated[
-        float, typer.Option(help="What an engine takes of a GPU beside weights and KV.")
-    ] = 15.0,
-    kv_gib: Annotated[
-        float | None, typer.Option(help="KV memory of one GPU as an engine printed it.")
-    ] = None,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.92,
+    runtime_gib: RuntimeGib = 15.0,
+    kv_gib: KvGib = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request admitted; the longest conversation.")
     ] = None,
-    batched_tokens: Annotated[
-        int | None, typer.Option(help="The engine's max_num_batched_tokens.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="As for the engine.")] = None,
+    batched_tokens: BatchedTokens = None,
+    max_num_seqs: MaxNumSeqs = None,
     seed: Annotated[int, typer.Option(help="Seed of the drafts that are right.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw to this .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    plot: PlotFile = None,
 ) -> None:
     """Model how many conversations a deployment serves at once, and how fast.
 
