@@ -169,17 +169,20 @@ class CpuServing(Serving):
                 hit = residency[:, part.state_row, : part.start // BLOCK]
                 self.seen["prefix hits"] += 1
                 self.seen["host-only admissions"] += int((hit == 0).all(0).any())
+        self._note_plans(metadata)
+        resident = metadata.all_context_pages_resident
+        prefills = len(batch.parts) - batch.num_decodes
+        if prefills:
+            self.seen["prefill resident" if resident else "prefill staged"] += 1
+        self.seen["mixed batches"] += bool(prefills and batch.num_decodes)
+
+    def _note_plans(self, metadata: Any) -> None:
         for plan in metadata.plans:
             self._note_regions(plan)
             blocks = plan.residency_blocks
             self.seen["pages given up"] += int((blocks == 0).all(axis=-1).sum())
             for kind in plan.transfer_kind.tolist():
                 self.seen[f"transfer {kind}"] += 1
-        resident = metadata.all_context_pages_resident
-        prefills = len(batch.parts) - batch.num_decodes
-        if prefills:
-            self.seen["prefill resident" if resident else "prefill staged"] += 1
-        self.seen["mixed batches"] += bool(prefills and batch.num_decodes)
 
     def _note_regions(self, plan: Any) -> None:
         for id in plan.hot_region_request.tolist():

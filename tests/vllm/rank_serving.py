@@ -46,12 +46,7 @@ class _OnRanks:
         pages = bool(self._rng.integers(2))
         self.ranks.step(metadata, parts, pages=pages, draft_seed=int(self._rng.integers(1 << 30)))
         self._num_unanswered += 1
-        for plan in metadata.plans:
-            self._note_regions(plan)
-            blocks = plan.residency_blocks
-            self.seen["pages given up"] += int((blocks == 0).all(axis=-1).sum())
-            for kind in plan.transfer_kind.tolist():
-                self.seen[f"transfer {kind}"] += 1
+        self._note_plans(metadata)
 
     def _forward_batch(self, metadata: Any, batch: Batch) -> None:
         for part in batch.parts:

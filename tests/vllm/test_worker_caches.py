@@ -19,7 +19,17 @@ from cpu_plans import Steps, Transfer, plan
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.hisparse import binding, runtime
-from worker_on_cpu import BF16, BLOCK, MIXED, ONE_EACH, PACKED, CpuWorker, Model, release_all
+from worker_on_cpu import (
+    BF16,
+    BLOCK,
+    MIXED,
+    ONE_EACH,
+    PACKED,
+    CpuWorker,
+    Model,
+    refused_unpinned,
+    release_all,
+)
 
 from hotpage.errors import (
     CapacityError,
@@ -271,15 +281,6 @@ def test_caches_that_are_not_bound_are_refused(make: Make) -> None:
     cpu = make(ONE_EACH, register=False)
     cpu.kv_caches = {}
     refused(cpu, "before they were bound")
-
-
-def refused_unpinned(cpu: CpuWorker, sentence: str) -> None:
-    """The pool is refused by this sentence before anything was pinned for it."""
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        cpu.bind()
-    assert "\n" not in str(caught.value)
-    assert not cpu.driver.num_registered
-    assert cpu.config.instance_id not in runtime._host_pools
 
 
 def test_blocks_of_another_size_than_the_attention_kernels_are_refused(make: Make) -> None:

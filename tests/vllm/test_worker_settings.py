@@ -21,8 +21,15 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.hisparse import runtime
-from worker_on_cpu import BLOCK, MIXED, ONE_EACH, CpuWorker, Model, release_all
+from worker_on_cpu import (
+    BLOCK,
+    MIXED,
+    ONE_EACH,
+    CpuWorker,
+    Model,
+    refused_unpinned,
+    release_all,
+)
 
 from hotpage.errors import ConfigError
 from hotpage.vllm import HiSparseConnector, host_pool, plugin
@@ -45,15 +52,6 @@ def make(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
     release_all()
 
 
-def refused(cpu: CpuWorker, sentence: str) -> None:
-    """The pool is refused by this sentence before anything was pinned for it."""
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        cpu.bind()
-    assert "\n" not in str(caught.value)
-    assert not cpu.driver.num_registered
-    assert cpu.config.instance_id not in runtime._host_pools
-
-
 # Attention backends.
 
 
@@ -63,7 +61,7 @@ def test_a_backend_that_does_not_ask_index_groups_is_refused(make: Make) -> None
     context = cpu.config.compilation_config.static_forward_context
     for layer in context.values():
         layer.backend = "FLASHINFER_MLA_SPARSE_SM90"
-    refused(cpu, "FLASHINFER_MLA_SPARSE_SM90 .*; set --attention-backend FLASHMLA_SPARSE")
+    refused_unpinned(cpu, "FLASHINFER_MLA_SPARSE_SM90 .*; set --attention-backend FLASHMLA_SPARSE")
 
 
 @pytest.mark.parametrize("name", sorted(host_pool.BACKENDS))
@@ -84,7 +82,7 @@ def test_a_backend_that_is_served_asks_the_index_group_of_its_layer(name: str) -
 
 def test_the_remedy_for_other_fp8_rows_names_a_dtype_that_the_backend_takes(make: Make) -> None:
     cpu = make(Model((1, 1), kv_cache_dtype="fp8"))
-    refused(cpu, "set --kv-cache-dtype fp8_ds_mla --attention-backend FLASHMLA_SPARSE")
+    refused_unpinned(cpu, "set --kv-cache-dtype fp8_ds_mla --attention-backend FLASHMLA_SPARSE")
     taken = AttentionBackendEnum.FLASHMLA_SPARSE.get_class().supported_kv_cache_dtypes
     assert "fp8_ds_mla" in taken
     assert "fp8_e4m3" not in taken
@@ -98,13 +96,13 @@ def test_several_mtp_modules_are_refused(make: Make) -> None:
     cpu = make(MIXED, max_tokens=64)
     check_worker(cpu.config)
     cpu.config.speculative_config.use_multi_module_mtp = lambda: True
-    refused(cpu, "one MTP module.*; set num_speculative_tokens to 1")
+    refused_unpinned(cpu, "one MTP module.*; set num_speculative_tokens to 1")
 
 
 def test_sparse_draft_layers_of_another_method_are_refused(make: Make) -> None:
     cpu = make(MIXED, max_tokens=64)
     cpu.config.speculative_config.method = "draft_model"
-    refused(cpu, "sparse draft layers of method mtp, got draft_model; ")
+    refused_unpinned(cpu, "sparse draft layers of method mtp, got draft_model; ")
 
 
 def test_a_drafter_without_sparse_layers_is_none_of_ours(make: Make) -> None:
@@ -137,7 +135,7 @@ def test_sizes_beyond_the_kernels_are_refused_before_the_pool_is_pinned(
     cpu = make(**sizes)
     with pytest.raises(ConfigError, match=sentence):
         HiSparseConnector.get_required_kvcache_layout(cpu.config)
-    refused(cpu, sentence)
+    refused_unpinned(cpu, sentence)
 
 
 def test_rows_of_other_widths_are_refused() -> None:

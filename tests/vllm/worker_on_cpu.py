@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from hotpage.errors import ConfigError
 from hotpage.memory import pool as pool_module
 from hotpage.memory import shared
 from hotpage.vllm import host_pool, plugin
@@ -441,6 +442,15 @@ def as_bfloat16(rows: torch.Tensor) -> torch.Tensor:
     scales = rows[:, 512:528].contiguous().view(torch.float32)
     scaled = (values * scales[:, :, None]).view(-1, 512).bfloat16()
     return torch.cat([scaled, rows[:, 528:].contiguous().view(torch.bfloat16)], dim=1)
+
+
+def refused_unpinned(cpu: CpuWorker, sentence: str) -> None:
+    """The pool is refused by this sentence before anything was pinned for it."""
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        cpu.bind()
+    assert "\n" not in str(caught.value)
+    assert not cpu.driver.num_registered
+    assert cpu.config.instance_id not in runtime._host_pools
 
 
 def release_all() -> None:

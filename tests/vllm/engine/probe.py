@@ -186,10 +186,10 @@ class Probe:
                 ]
         outcomes: dict[Key, list[Outcome]] = {}
         for keys, chosen, histories, logits in self._logits:
-            of_rows = zip(histories.tolist(), logits.cpu(), strict=True)
-            rows = [row for at, row in enumerate(of_rows) if at in set(chosen)]
-            for key, (history, row) in zip(keys, rows, strict=True):
-                outcomes.setdefault(key, []).append(Outcome(history, row, attended.get(key, ())))
+            of_rows, on_cpu = histories.tolist(), logits.cpu()
+            for key, at in zip(keys, chosen, strict=True):
+                outcome = Outcome(of_rows[at], on_cpu[at], attended.get(key, ()))
+                outcomes.setdefault(key, []).append(outcome)
         self._logits.clear()
         self._steps.clear()
         if self._num_wrong is not None:
